@@ -13,7 +13,7 @@ from clipwise.cli.places import require_folder
 from experiments.harness.command import Command, dispatch, parser_of
 
 PROGRAM = "python -m benchmarks"
-# A module has `main(arguments)`, with options of its own. A new one is a line here.
+# Each module has `main(arguments)` with its own options.
 SCRIPTS = {
     "backprop": Command("benchmarks.backprop", "backpropagation clipping beside ordinary training"),
     "breakdown": Command(
@@ -28,7 +28,7 @@ SCRIPTS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code. Without a name it is the suite `paper`."""
+    """Run a command, by default the suite `paper`; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given = [next(iter(SUITES)), *given]

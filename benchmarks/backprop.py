@@ -1,17 +1,17 @@
-"""What backpropagation clipping costs: a step's time and memory, over those of the floor.
+"""Time and memory of a step with backpropagation clipping, over those of non-private training plus noise.
 
     python -m benchmarks backprop --device cpu
     python -m benchmarks backprop --device cuda --out benchmarks/results/backprop-gpu.md
 
-The floor is what any private step must do: an ordinary backward pass of the summed losses, noise on every coordinate,
-the optimizer. Ours is the same with clipped layers and the checks of `Backprop`. Both see the same batches. Times are
-medians over steps that alternate between the two; memory is the most that a step takes beyond what it starts with.
-On a CPU it is what a fresh process grows to; for the times, the process keeps the memory that it frees (`keep_memory`).
-The bars: 1.2 in time, 1.1 in memory. On CUDA both form their products in TF32, so that the floor's convolutions have no
-other arithmetic than ours; with `--as-it-comes`, torch's switches stay.
+The column "floor" is a non-private step plus noise: a backward pass of the summed losses, noise on every coordinate,
+the optimizer. The private step adds clipped layers and the checks of `Backprop`. Both use the same batches. Times are
+medians over steps that alternate between the two. Memory is the peak of a step above its start; on a CPU it is the
+growth of a fresh process. For the times, the process keeps the memory that it frees (`keep_memory`). The targets are
+1.2 in time and 1.1 in memory. On CUDA both use TF32 for products and convolutions; `--as-it-comes` leaves torch's
+switches as they are.
 
-On CUDA there is a second table, of captured steps: the floor in one CUDA graph, and `private.compiled`. Drawing the
-batch is not in the times.
+On CUDA there is a second table, of captured steps: the non-private step plus noise in one CUDA graph, and
+`private.compiled`. The times do not include drawing the batch.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def mlp(width: int = 1024) -> nn.Module:
 
 
 def images(*shape: int) -> Callable[[int], Tensor]:
-    """Random ones of a shape."""
+    """A function that draws random images of a shape."""
     return lambda batch: torch.randn(batch, *shape)
 
 
-# The model, a batch of inputs, and how many examples on a CPU and on a GPU.
+# The model, a function that draws inputs, and the batch sizes on a CPU and on a GPU.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tuple[int, int]]] = {
     "mlp": (mlp, images(784), (256, 4096)),
     "mlp, 4096 wide": (lambda: mlp(4096), images(784), (64, 4096)),
@@ -124,7 +124,7 @@ def stepper(name: str, way: str, device: torch.device) -> Callable[[], None]:
 
 
 def captured_floor(name: str, device: torch.device) -> Callable[[], None]:
-    """The floor's step in one CUDA graph."""
+    """The non-private step plus noise in one CUDA graph."""
     build, draw, (_, batch) = NETWORKS[name]
     torch.manual_seed(0)
     model = build().to(device)
@@ -157,7 +157,7 @@ def captured_floor(name: str, device: torch.device) -> Callable[[], None]:
 
 
 def compiled(name: str, bound: str, device: torch.device) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What draws a batch, and what makes `private.compiled`'s step on it."""
+    """A function that draws a batch, and one that makes the step of `private.compiled` on it."""
     build, draw, (_, batch) = NETWORKS[name]
     torch.manual_seed(0)
     model = layers.clip_inputs(build().to(device), input_norm=1.0, grad_norm=0.1, bound=bound)
@@ -174,14 +174,14 @@ def compiled(name: str, bound: str, device: torch.device) -> tuple[Callable[[], 
 
 
 def captured_times(name: str, device: torch.device, seconds: float) -> dict[str, float]:
-    """Milliseconds of a captured step of every way, measured in turns."""
+    """Milliseconds of each captured step, measured in turns."""
     ways = {"floor": (lambda: None, captured_floor(name, device))}
     ways |= {way: compiled(name, way, device) for way in WAYS[1:]}
     return _in_turns(ways, device, seconds, before=16)
 
 
 def times(name: str, device: torch.device, seconds: float) -> dict[str, float]:
-    """Milliseconds a step of every way, measured in turns."""
+    """Milliseconds of each step, measured in turns."""
     ways = {way: (lambda: None, stepper(name, way, device)) for way in WAYS}
     return _in_turns(ways, device, seconds, before=4)
 
@@ -192,7 +192,7 @@ def _in_turns(
     seconds: float,
     before: int,
 ) -> dict[str, float]:
-    """Medians, after some steps that are not counted. Each way is what it does before a step, and the step."""
+    """Median times after warm-up. Each entry is a function to call before a step, and the step."""
     for prepare, step in ways.values():
         for _ in range(before):
             prepare()
@@ -211,7 +211,7 @@ def _in_turns(
 
 
 def memory(name: str, way: str, device: torch.device) -> float:
-    """MiB that a step takes at most, after the first ones, which probe."""
+    """Peak MiB of a step, after the first steps, which probe the graph."""
     if device.type == "cuda":
         step = stepper(name, way, device)
         for _ in range(4):
@@ -220,7 +220,7 @@ def memory(name: str, way: str, device: torch.device) -> float:
         step()
         peak = torch.cuda.max_memory_allocated()
         del step
-        gc.collect()  # models are in cycles, and would count as the next one's memory
+        gc.collect()  # models are in reference cycles, and would count for the next one
         torch.cuda.empty_cache()
         return peak / 2**20
     context = multiprocessing.get_context("fork")
@@ -237,13 +237,13 @@ def _grown(name: str, way: str, queue: object) -> None:
     step = stepper(name, way, torch.device("cpu"))
     for _ in range(4):
         step()
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten: the first steps probe
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak: the first steps probe the graph
     step()
     queue.put((_most() - before) / 1024)  # type: ignore[attr-defined]
 
 
 def _most() -> int:
-    """KiB of memory that this process had at most."""
+    """Peak memory of this process in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
@@ -256,7 +256,7 @@ def _synchronize(device: torch.device) -> None:
 def _captured_table(names: list[str], device: torch.device, seconds: float) -> list[str]:
     lines = [
         "",
-        "Captured steps: times over those of the captured floor.",
+        "Captured steps: times over those of captured non-private plus noise (floor).",
         "",
         "| network | captured floor, ms | upstream | gradient |",
         "| --- | ---: | ---: | ---: |",
@@ -272,7 +272,7 @@ def _captured_table(names: list[str], device: torch.device, seconds: float) -> l
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
+    """Measure, print, and write with `--out`."""
     parser = parser_of("python -m benchmarks backprop", __doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--network", action="append", choices=list(NETWORKS))
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def measured(names: list[str], device: torch.device, seconds: float) -> str:
     """The tables."""
-    # First, while this process has computed nothing.
+    # Memory first, before this process computes anything.
     taken = {name: {way: memory(name, way, device) for way in WAYS} for name in names}
     keep_memory()
     what = (
@@ -301,7 +301,7 @@ def measured(names: list[str], device: torch.device, seconds: float) -> str:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     lines = [
-        f"{what}, torch {torch.__version__}; times and memory over those of the floor.",
+        f"{what}, torch {torch.__version__}; times and memory over those of non-private plus noise (floor).",
         "",
         "| network | floor, ms | upstream | gradient | floor, MiB | upstream | gradient |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -1,12 +1,12 @@
-"""Where the time of a private step goes that plain training does not take, by kernel or by operation.
+"""Where a private step spends more time than plain training, per kernel or per operation.
 
     python -m benchmarks breakdown --device cuda --row vit-b16 --row gpt2-256 --out FILE.md
     python -m benchmarks breakdown --device cpu --row cnn --row lstm --method auto --out FILE.md
 
-The rows are those of `python -m benchmarks peers`, in the form in which plain training is fastest. For each,
-a few steps of plain training and of one method are traced with torch's profiler after the first steps are over. On
-CUDA the times are those of kernels; `bound` is how long the device alone works, whatever the host does. On a CPU they
-are those of operations as the calling thread sees them.
+The rows are those of `python -m benchmarks peers`, in the form in which plain training is fastest. After warm-up,
+torch's profiler traces a few steps of plain training and of one method. On CUDA the times are those of kernels, and
+`bound` is the time that the device is busy, whatever the host does. On a CPU they are the times of operations in the
+calling thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = 90  # characters of a kernel's name
 
 
 def traced(setting: Setting, method: str, device: torch.device) -> tuple[Counter[str], Counter[str]]:
-    """Milliseconds a step, and calls a step, of everything that ran."""
+    """Milliseconds per step and calls per step, for each kernel or operation."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     with steps_by(method, make_workload(setting, device, 0)) as step:
         for _ in range(settling_steps(method)):
@@ -56,7 +56,7 @@ def section(title: str, setting: Setting, method: str, device: torch.device) -> 
     """The differences, the largest first."""
     plain, plain_calls = traced(setting, REFERENCE, device)
     own, own_calls = traced(setting, method, device)
-    whole = f"{own.total():.2f} against {plain.total():.2f} ms a step: {own.total() / plain.total():.3f}"
+    whole = f"{own.total():.2f} against {plain.total():.2f} ms per step: {own.total() / plain.total():.3f}"
     lines = [
         f"## {title}: {method} against plain",
         "",
@@ -78,11 +78,11 @@ def section(title: str, setting: Setting, method: str, device: torch.device) -> 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trace the wanted rows, and write a page."""
+    """Trace the selected rows and write a page."""
     parser = parser_of("python -m benchmarks breakdown", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
-        "--row", dest="rows", action="append", required=True, help="of the table; may be repeated"
+        "--row", dest="rows", action="append", required=True, help="a row of the table; may be repeated"
     )
     parser.add_argument("--method", default=None, help="a column; by default compiled on CUDA, else auto")
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
@@ -102,6 +102,6 @@ def main(arguments: Sequence[str]) -> int:
     with at_its_best(device):
         for row in rows_for(device.type, wanted=options.rows):
             lines += section(row.title, fastest_form(row.setting, device, 0), method, device)
-            options.out.write_text("\n".join(lines))  # what is there is kept if the next one fails
+            options.out.write_text("\n".join(lines))  # keep the finished sections if the next row fails
             print(f"{row.title}: done", flush=True)
     return 0

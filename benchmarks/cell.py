@@ -1,4 +1,4 @@
-"""One cell of the grid: one setting by one method, measured or with the reason why not."""
+"""One cell of the grid: one setting with one method, measured or with the reason of the failure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Cell = dict[str, Any]
 
 @contextmanager
 def outcome_in(cell: Cell, most_seconds: float) -> Iterator[None]:
-    """A measurement that fails or takes too long is a result too: the cell has `failed`, the reason.
+    """Record a failed or too slow measurement as the cell's `failed`, and clipwise's warnings as its `notes`.
 
-    What clipwise announced on the way is in its `notes`. Call `tidy` afterwards: inside, an error is still held.
+    Call `tidy` afterwards: inside the context the error still holds its tensors.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,7 +45,7 @@ def outcome_in(cell: Cell, most_seconds: float) -> Iterator[None]:
 def measure(
     setting: Setting, method: str, device: torch.device, seed: int, effort: Effort, most_seconds: float
 ) -> Cell:
-    """Peak memory first, then time; or why there is neither."""
+    """Measure peak memory, then time; or record the reason of a failure."""
     cell: Cell = {"setting": setting.key, "method": method}
     with outcome_in(cell, most_seconds):
         cell["peak_bytes"] = peak_memory(setting, method, device, seed, effort.cell_seconds)
@@ -57,7 +57,7 @@ def measure(
 def measure_largest(
     setting: Setting, method: str, device: torch.device, seed: int, most_seconds: float
 ) -> Cell:
-    """The largest batch in the memory of the paper's card."""
+    """The largest batch that fits into the memory of the paper's card."""
     cell: Cell = {"setting": setting.key, "method": method, "memory_gib": PAPER_GIB}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -93,7 +93,7 @@ def figures_of(timing: Timing) -> Cell:
 
 
 def tidy(device: torch.device) -> None:
-    """An error's frames hold tensors: let them go before the next cell is measured."""
+    """Free the tensors that an error's frames hold, before the next cell is measured."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

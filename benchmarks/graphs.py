@@ -14,17 +14,17 @@ from benchmarks.workload import Workload, losses_of
 from clipwise.engine.compiled import CaptureWarning
 from clipwise.engine.private import Private
 
-_BEFORE_CAPTURE = 3  # steps on the side: libraries choose kernels and take workspaces there
+_BEFORE_CAPTURE = 3  # steps on a side stream: libraries choose kernels and allocate workspaces
 
 
 @contextmanager
 def graphed_steps(workload: Workload) -> Iterator[Callable[[], None]]:
-    """The ordinary step as one graph: the batch is copied into place, and the graph replayed."""
+    """The non-private step as one graph: copy the batch into place, then replay the graph."""
     optimizer, batches = workload.optimizer(), workload.batches()
     x, y = (tensor.clone() for tensor in next(batches))
 
     def train() -> None:
-        optimizer.zero_grad()  # no gradients at the capture: the graph writes its own and adds to none
+        optimizer.zero_grad()  # no gradients at the capture, so the graph writes them instead of adding
         torch.autograd.backward(losses_of(workload.model(x), y).mean())
         optimizer.step()
 
@@ -51,10 +51,10 @@ def graphed_steps(workload: Workload) -> Iterator[Callable[[], None]]:
 
 
 def compiled_steps(workload: Workload, private: Private, settling: int) -> Callable[[], None]:
-    """A private run's own graph, `private.compiled(loss)`, replayed for each batch of its loader.
+    """The graph of a private run, `private.compiled(loss)`, replayed for each batch of its loader.
 
-    Where capturing fails a run goes on with ordinary steps. Those are another column: here it is an error, in
-    the first `settling` steps, by which the graph must be there.
+    If capturing fails, a run continues with eager steps. Those are another column, so here it is an error if there
+    is no graph after the first `settling` steps.
     """
 
     def loss(x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is measured, in the order in which it is measured: one entry a figure of the paper."""
+"""The settings to measure, in order: one entry per figure of the paper."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from clipwise.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper and the settings that it shows.
+    """A figure of the paper and its settings.
 
     Args:
-        name: what `--figure` calls it.
-        title: what it shows, and against what in the paper it stands.
-        settings: all of it.
-        on_cpu: what is measured on a CPU; None is all of it.
-        quick: what `--quick` measures.
-        panel, x: which property of a setting tells the panels apart, and which is along the axis.
-        bars: whether the plot has bars, or else lines.
-        largest_batch: whether the largest batch is looked for, and not the time.
+        name: its name for `--figure`.
+        title: what it shows, and its counterpart in the paper.
+        settings: all settings.
+        on_cpu: the settings for a CPU; None for all.
+        quick: the settings for `--quick`.
+        panel, x: the properties of a setting that give the panel and the x axis.
+        bars: whether the plot has bars instead of lines.
+        largest_batch: whether to search for the largest batch instead of timing.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Figure:
     largest_batch: bool = False
 
     def chosen(self, device: str, quick: bool) -> tuple[Setting, ...]:
-        """What is measured on such a device."""
+        """The settings for a device."""
         if quick:
             return self.quick
         return self.settings if device == "cuda" or self.on_cpu is None else self.on_cpu
@@ -114,7 +114,7 @@ GRID = (
 
 
 def figures(wanted: list[str] | None = None) -> list[Figure]:
-    """The wanted figures in the order of the grid, or all of them."""
+    """The selected figures, or all, in the order of the grid."""
     known = [figure.name for figure in GRID]
     for name in wanted or []:
         if name not in known:

@@ -18,7 +18,7 @@ PAPER_GIB = 11.0  # the memory of the paper's card, a GeForce 1080 Ti
 def largest(fits: Callable[[int], bool], start: int = 8, most: int = 4096) -> int:
     """The largest n <= most with fits(n), by doubling and bisection; 0 if not even 1 fits.
 
-    `fits` is asked as if it were true up to some n and false beyond.
+    Assumes that `fits` is true up to some n and false beyond.
     """
     good, bad = 0, start
     while fits(bad):
@@ -37,10 +37,7 @@ def largest(fits: Callable[[int], bool], start: int = 8, most: int = 4096) -> in
 
 
 def largest_batch(setting: Setting, method: str, device: torch.device, seed: int) -> int:
-    """The largest batch with which two steps fit into the memory of the paper's card.
-
-    Two, because the first one makes the optimizer's state.
-    """
+    """The largest batch with which two steps (the first creates optimizer state) fit into the paper's card."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, PAPER_GIB * 2**30 / total), device)
     try:

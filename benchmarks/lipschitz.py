@@ -1,13 +1,13 @@
-"""What a step with bounded weights costs: next to an ordinary step plus noise, and to per-example clipping.
+"""The cost of a step with bounded weights, next to a non-private step plus noise and to per-example clipping.
 
     python -m benchmarks lipschitz [--batch 256] [--threads 2] [--rounds 15] [--clock cpu] [--network convnet-3]
 
-The networks are of the kind and about the size of the Lip-DP-SGD paper's, which gives no lists of layers; those of
-`experiments.models` have its numbers of parameters. The floor is ordinary training plus clipwise's own noise on its
-gradient, with batches drawn from data in memory; no private step costs less. All are timed in turns on images; a row
-shows the median time of the floor, and of each other step the median of its ratio to the floor of the same round.
-`--clock cpu` counts the processor time of all threads, which a busy machine changes less. The process keeps the memory
-that it frees (`keep_memory`). Ends with an error if a step takes more than 1.15 floors.
+The networks are similar to those of the Lip-DP-SGD paper, which does not list its layers; those of
+`experiments.models` have its numbers of parameters. The column "floor" is non-private training plus clipwise's noise
+on the gradient, with batches drawn from data in memory; no private step costs less. All steps are timed in turns on
+images. A row shows the median time of the floor, and for each other step the median of its ratio to the floor of the
+same round. `--clock cpu` counts the processor time of all threads, which depends less on the load of the machine. The
+process keeps the memory that it frees (`keep_memory`). Ends with an error if a ratio is above 1.15.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 def convolutions(channels: tuple[int, ...], pooled: tuple[int, ...], out: int) -> nn.Sequential:
-    """Convolutions of 3 x 3 with ReLU, a pool after some of them, and a linear layer."""
+    """3 x 3 convolutions with ReLU, a pool after some of them, and a linear layer."""
     layers: list[nn.Module] = [ClipInput(NORM)]
     now = 1
     for place, wide in enumerate(channels):
@@ -81,14 +81,14 @@ def records(batch: int, shape: Shape) -> TensorDataset:
 
 
 def batches(data: TensorDataset, size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Shuffled batches, epoch after epoch, as whoever has all data in memory would draw them."""
+    """Shuffled batches, epoch after epoch, indexed from memory."""
     while True:
         for chosen in torch.randperm(len(data)).split(size):
             yield tuple(tensor[chosen] for tensor in data.tensors)
 
 
 def floor(model: nn.Module, batch: int, shape: Shape) -> Callable[[], None]:
-    """An ordinary step, and noise on its gradient. Not private: it clips nothing."""
+    """A non-private step plus noise on its gradient. It does not clip, so it is not private."""
     optimizer, drawn, key = (
         torch.optim.SGD(model.parameters(), lr=1e-3),
         batches(records(batch, shape), batch),
@@ -133,7 +133,7 @@ def private(
 
 
 def in_turns(acts: dict[str, Callable[[], None]], rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Seconds of each step, round by round; the first rounds, in which graphs are looked at, do not count."""
+    """Seconds of each step in each round. The first rounds, in which clipwise checks graphs, do not count."""
     taken: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(UNCOUNTED + rounds):
         for name, act in acts.items():

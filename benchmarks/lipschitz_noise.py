@@ -1,4 +1,4 @@
-"""How the split of the noise over parameters, and balanced layers, lower the noise of bounded weights.
+"""How splitting the noise over parameters, and balancing layers, reduce the noise of bounded weights.
 
     python -m benchmarks lipschitz-noise
 

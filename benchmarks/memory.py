@@ -1,9 +1,9 @@
-"""The most memory that training takes: model, optimizer, data and one step.
+"""Peak memory of training: model, optimizer, data and one step.
 
-On CUDA, what torch's allocator held at most; with a graph from the start on, since what a graph needs is
-taken when it is captured, and a replay takes no more. On the CPU, how much the resident memory of a fresh process
-grew at most; the process is forked off one that has imported everything and computed nothing. It can use a
-part of the free memory only: a method that wants more fails there, and does not take the machine down.
+On CUDA it is the peak of torch's allocator. A graph allocates its memory when it is captured, so with a graph the peak
+counts from the start of the run. On the CPU it is the peak growth of the resident memory of a fresh process, forked
+from one that has imported everything and computed nothing. That process may use only a part of the free memory, so
+that a method that needs more fails without harm to the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NoMemoryFigure(Exception):  # noqa: N818 (says why a method has no result)
 
 
 def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, seconds: float) -> int | None:
-    """Bytes at most, after the first steps; None where the system does not tell.
+    """Peak bytes after the first steps; None where the system does not report them.
 
     Raises:
         NoMemoryFigure: the method failed on the CPU, for the reason in the message.
@@ -45,10 +45,10 @@ def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, 
 
 
 def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int) -> int:
-    """All first steps are made, however long kernels take to compile: those that probe a graph take more memory."""
+    """Makes all first steps, however long kernels take to compile: steps that probe a graph take more memory."""
     torch.cuda.empty_cache()
     ones = torch.ones(2, 2, device=device)
-    torch.mm(ones, ones)  # cuBLAS takes its workspace once for all
+    torch.mm(ones, ones)  # cuBLAS allocates its workspace once
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with steps_by(method, make_workload(setting, device, seed)) as step:
@@ -62,13 +62,13 @@ def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int) -> 
 
 def _in_a_process(setting: Setting, method: str, seed: int, seconds: float) -> int:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "opacus"])  # what is missing is passed over
+    context.set_forkserver_preload([__name__, "opacus"])  # missing modules are skipped
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(sender, setting, method, seed, seconds), daemon=True)
     process.start()
     sender.close()
     try:
-        for most in (_IMPORT_SECONDS, seconds):  # it says when it begins, then what it found
+        for most in (_IMPORT_SECONDS, seconds):  # it sends a message when it begins, then the result
             if not receiver.poll(most):
                 raise NoMemoryFigure(f"took longer than {most:.0f} s")
             answer: int | str = receiver.recv()
@@ -84,7 +84,7 @@ def _in_a_process(setting: Setting, method: str, seed: int, seconds: float) -> i
 
 
 def _measure(sender: Connection, setting: Setting, method: str, seed: int, seconds: float) -> None:
-    """In the new process: say that it begins, then send bytes, or a reason."""
+    """In the new process: send a message when it begins, then the bytes or a reason."""
     sender.send(0)
     warnings.simplefilter("ignore")
     allowed = _kilobytes(Path("/proc/meminfo"), "MemAvailable") * _SHARE + _kilobytes(_STATUS, "VmData")
@@ -104,16 +104,16 @@ def _measure(sender: Connection, setting: Setting, method: str, seed: int, secon
 
 
 def _touch() -> None:
-    """A tiny step, so that what torch itself loads at first use is not counted."""
+    """Make a tiny step, so that what torch loads at first use is not counted."""
     model = nn.Linear(8, 8)
     torch.autograd.backward(model(torch.ones(8, 8)).sum())
     torch.optim.Adam(model.parameters()).step()
 
 
 def _plan(settling: int, seconds: float) -> Iterator[bool]:
-    """False for every step that warms up, then True for the one that counts.
+    """False for every warm-up step, then True for the one that counts.
 
-    Where a step takes long there is no second one: then the peak is that of the first.
+    If a step takes too long there is no second one, and the peak is that of the first.
     """
     start = time.perf_counter()
     for _ in range(settling):

@@ -1,7 +1,7 @@
-"""The ways to make a step that are compared. A step is everything from drawing the batch to the update.
+"""The compared methods. A step is everything from drawing the batch to the update.
 
-clipwise's own methods run through `make_private`: the batch is drawn (a shuffled epoch, as in the paper, so
-that all batches have one size), clipped, noised, charged to a ledger on disk, and the optimizer steps.
+clipwise's methods run through `make_private`: draw a batch (from a shuffled epoch, as in the paper, so that all
+batches have one size), clip, add noise, write the ledger to disk, and step the optimizer.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _non_private(workload: Workload) -> Iterator[Step]:
 
 @contextmanager
 def _floor(workload: Workload) -> Iterator[Step]:
-    """An ordinary step plus clipwise's own noise, added in one pass: less than this no private step costs.
+    """A non-private step plus clipwise's noise, added in one pass: a lower limit of the cost of a private step.
 
-    It clips nothing, so it is not private.
+    It does not clip, so it is not private.
     """
     optimizer, batches, key = workload.optimizer(), workload.batches(), NoiseKey.fresh()
     trained = [p for p in workload.model.parameters() if p.requires_grad]
@@ -77,10 +77,10 @@ def _floor(workload: Workload) -> Iterator[Step]:
 
 @contextmanager
 def _one_by_one(workload: Workload) -> Iterator[Step]:
-    """The naive way: each example goes forward and back alone, is clipped and added; then noise.
+    """The naive method: forward, backward and clip each example alone, then add noise.
 
-    `PerExample(method="loop")` is another thing: it goes back through the graph of the whole batch once for
-    each example, which costs the square of the batch.
+    `PerExample(method="loop")` differs: it runs backward through the graph of the whole batch once for each
+    example, which costs the square of the batch size.
     """
     optimizer, batches, key = workload.optimizer(), workload.batches(), NoiseKey.fresh()
     trained = [p for p in workload.model.parameters() if p.requires_grad]
@@ -102,7 +102,7 @@ def _one_by_one(workload: Workload) -> Iterator[Step]:
 
 @contextmanager
 def _private_run(workload: Workload, how: str) -> Iterator[Private]:
-    """`make_private` with all that a run has, and a ledger on disk."""
+    """`make_private` with a ledger on disk."""
     with (
         TemporaryDirectory() as folder,
         make_private(
@@ -121,7 +121,7 @@ def _private_run(workload: Workload, how: str) -> Iterator[Private]:
 
 @contextmanager
 def _private(workload: Workload, how: str) -> Iterator[Step]:
-    """A private step by one of `PerExample`'s methods."""
+    """A private step with one of the methods of `PerExample`."""
     with _private_run(workload, how) as private:
         batches = chain.from_iterable(repeat(private.loader))
 
@@ -134,13 +134,13 @@ def _private(workload: Workload, how: str) -> Iterator[Step]:
 
 @contextmanager
 def _compiled(workload: Workload) -> Iterator[Step]:
-    """The same as one captured graph."""
+    """A private step as one captured graph."""
     with _private_run(workload, AUTO) as private:
         yield compiled_steps(workload, private, settling_steps(COMPILED))
 
 
 def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> list[Tensor]:
-    """Noise for the mean over a batch: one draw for all parameters, cut into pieces that lie as they do."""
+    """Noise for the mean over a batch: one draw for all parameters, split into views with their memory layout."""
     sizes = [p.numel() for p in trained]
     std = NOISE_MULTIPLIER * MAX_NORM / batch
     noise = gaussian(key.derive("noise"), sum(sizes), std, device=trained[0].device)
@@ -152,7 +152,7 @@ def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> l
 def _write_noised(
     trained: Sequence[nn.Parameter], total: Sequence[Tensor], key: NoiseKey, batch: int
 ) -> None:
-    """(sum + noise) / batch becomes `.grad`."""
+    """Write (sum + noise) / batch to `.grad`."""
     for p, own, noise in zip(trained, total, _noise_like(trained, key, batch), strict=True):
         p.grad = noise + own / batch
 
@@ -174,9 +174,9 @@ _METHODS: dict[str, Method] = {
         for name in OPACUS
     },
 }
-# What the paper's figures show; the others belong to the comparison with peers.
+# The methods of the paper's figures; the others belong to the comparison with peers.
 _IN_FIGURES = [name for name in _METHODS if name not in (GRAPHED, COMPILED, AUTO)]
-# The first steps look at the graphs and check the rules and the losses: they are not what a run costs.
+# The first steps check graphs, rules and losses. They are slower than later steps, so they are not counted.
 _SETTLING = {AUTO: 6, COMPILED: 12, "bookkeeping": 6, REWEIGHT: 6, "instantiate": 6}
 PAPER_NAMES = {REWEIGHT: "ReweightGP", "vmap": "multiLoss", ONE_BY_ONE: "nxBP"}
 
@@ -187,7 +187,7 @@ def all_methods() -> list[str]:
 
 
 def available_methods(wanted: list[str] | None = None, known: Sequence[str] = _IN_FIGURES) -> list[str]:
-    """The wanted ones of those that are known, or all of them; Opacus only where it is installed."""
+    """The selected methods, or all known ones; Opacus only where it is installed."""
     for name in wanted or []:
         if name not in known:
             choices = ", ".join(map(repr, known))
@@ -212,7 +212,7 @@ def _is_installed(method: str) -> bool:
 
 
 def steps_by(method: str, workload: Workload) -> AbstractContextManager[Step]:
-    """A context that gives the function to call for each step."""
+    """A context manager that yields the function to call for each step."""
     return _METHODS[method](workload)
 
 
@@ -222,6 +222,6 @@ def settling_steps(method: str) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked so far."""
+    """Wait until the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,18 +22,18 @@ class Options:
     """The options of a suite.
 
     Args:
-        out: the folder of the results. What is there is not measured again.
+        out: the folder of the results. Results in it are not measured again.
         device: "cpu" or "cuda".
-        suite: "paper", the figures of the fast per-example clipping paper; "peers", the table of bars; or
+        suite: "paper", the figures of the fast per-example clipping paper; "peers", the table of targets; or
             "scaling", how the cost grows.
-        figures: of the paper, by name; none is all.
-        rows: of the table of bars, or axes along which the cost grows, by name; none is all.
-        methods: by name; none is all that are installed.
-        quick: a few small settings and few rounds: shows that it works, not how fast.
-        budget_seconds: begin nothing after this time, and keep what is measured.
-        cell_seconds: about the most for one measurement.
-        seed: of weights, data and the order of batches.
-        retry: measure again what failed.
+        figures: names of figures of the paper; all if empty.
+        rows: names of rows of the table of targets, or of axes of "scaling"; all if empty.
+        methods: names of methods; all installed ones if empty.
+        quick: measure a few small settings in few rounds, to check that the suite runs.
+        budget_seconds: start no measurement after this time.
+        cell_seconds: approximate limit for one measurement.
+        seed: seed of weights, data and the order of batches.
+        retry: measure failed cells again.
     """
 
     out: Path
@@ -62,7 +62,7 @@ class Options:
 
     @property
     def command(self) -> str:
-        """The command that asks for this, without the folder."""
+        """The command with these options, without the folder."""
         words = ["python", "-m", "benchmarks"]
         words += [self.suite] if self.suite != PAPER else []
         words += ["--device", self.device]

@@ -13,7 +13,7 @@ from benchmarks.workload import Workload, losses_of
 
 
 class _Losses(nn.Module):
-    """The loss in the form that ghost mode asks for: it sets `reduction` and wants a value an example."""
+    """The loss in the form that ghost mode needs: it sets `reduction` and needs one value per example."""
 
     reduction = "mean"
 
@@ -27,7 +27,7 @@ def opacus_steps(
 ) -> Iterator[Callable[[], None]]:
     """Steps of Opacus with `grad_sample_mode=mode`: "hooks" or "ghost".
 
-    Modules that it does not take (recurrent ones) are replaced by its own, as it advises. Batches come as
+    Modules that it does not support (recurrent ones) are replaced by its own, as it advises. Batches are drawn as
     in the non-private run; its accountant counts each step.
     """
     opacus, validators, layers = (

@@ -4,9 +4,9 @@
     python -m benchmarks plain --device cuda --row mlp --compare benchmarks/results/peers-gpu/results.json
 
 Only the networks and the names of the rows come from clipwise. Data, loop, clock and the choice of the form
-(layout of images, foreach or fused SGD) are written here anew. Prints milliseconds a step: the median over
-blocks of steps, in the fastest form. With `--compare`, ends with an error where the suite's plain step is
-further off than 3%.
+(layout of images, foreach or fused SGD) are separate implementations. Prints milliseconds per step: the median over
+blocks of steps, in the fastest form. With `--compare`, ends with an error if a plain step of the suite differs
+by more than 3%.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _plot(figure: Figure, settings: list[Setting], methods: list[str], results: 
 
 
 def _panel(axes: Any, figure: Figure, settings: list[Setting], methods: list[str], results: Results) -> None:
-    """Milliseconds an example, on a logarithmic scale, so that batch sizes compare as in the paper."""
+    """Milliseconds per example, on a logarithmic scale, so that batch sizes compare as in the paper."""
     width = 0.8 / len(methods)
     measured = False
     for number, method in enumerate(methods):
@@ -60,16 +60,16 @@ def _panel(axes: Any, figure: Figure, settings: list[Setting], methods: list[str
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, ticks)
     axes.set_xlabel(figure.x.replace("_", " "))
-    if measured and not figure.largest_batch:  # without a value there is no scale to draw
+    if measured and not figure.largest_batch:  # a logarithmic scale needs at least one value
         axes.set_yscale("log")
     axes.set_ylabel("largest batch" if figure.largest_batch else "milliseconds an example")
 
 
 def _height(figure: Figure, setting: Setting, method: str, results: Results) -> float:
-    """What a cell shows; nothing is drawn for a method that failed.
+    """The plotted value of a cell; nothing is drawn for a method that failed.
 
-    Cells are measured one after the other, on a machine that is not always equally fast. So a time is the
-    cell's own ratio to non-private, times the median of all non-private times of the setting.
+    The speed of the machine varies between cells. So a time is the cell's ratio to non-private training, times the
+    median of all non-private times of the setting.
     """
     cell = cell_of(figure, setting, method, results)
     if cell is None or "failed" in cell:

@@ -1,4 +1,4 @@
-"""Results on disk: each finished cell is written at once, and a later run skips what is there."""
+"""Results on disk: each finished cell is written at once, and a later run skips the cells that exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """What a run left in a folder."""
+        """Read the results in a folder."""
         file = folder / FILE
         if not file.exists():
             raise ConfigurationError(
@@ -51,7 +51,7 @@ class Results:
 
     @classmethod
     def go_on(cls, folder: Path, environment: dict[str, Any]) -> Results:
-        """Begin, or go on with what is there if it was measured on the same."""
+        """Start new results, or continue those in the folder if they have the same environment."""
         if not (folder / FILE).exists():
             return cls(folder, environment, [], {})
         results = cls.read(folder)
@@ -64,17 +64,17 @@ class Results:
         return results
 
     def begin(self, command: str, seed: int) -> None:
-        """Note the command that is about to run."""
+        """Record the command that is about to run."""
         run = {"command": command, "seed": seed}
         if run not in self.runs:
             self.runs.append(run)
 
     def has(self, key: str, *, retry: bool) -> bool:
-        """Whether a cell is there; with `retry`, one that failed is not."""
+        """Whether a cell has a result. With `retry`, a failed cell does not count."""
         return key in self.cells and not (retry and "failed" in self.cells[key])
 
     def add(self, key: str, cell: Cell) -> None:
-        """Keep a cell, on disk at once."""
+        """Add a cell and write it to disk."""
         self.cells[key] = cell
         stored = {
             "format": FORMAT,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measure what is missing of a suite, then write tables and plots."""
+"""`python -m benchmarks`: measure the missing cells of a suite, then write tables and plots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Job:
 
 
 def bench(options: Options, say: Say) -> None:
-    """Measure what is missing, in the declared order, and write JSON, Markdown and plots."""
+    """Measure the missing cells in order, and write JSON, Markdown and plots."""
     if options.suite in _SUITES_OF_ROWS:
         _SUITES_OF_ROWS[options.suite](options, say)
         return
@@ -52,11 +52,11 @@ def bench(options: Options, say: Say) -> None:
     results = Results.go_on(options.out, conditions)
     results.begin(options.command, options.seed)
     missing = [job for job in jobs if not results.has(job.key, retry=options.retry)]
-    say(f"{len(missing)} cells to measure, {len(jobs) - len(missing)} are there")
+    say(f"{len(missing)} cells to measure, {len(jobs) - len(missing)} already measured")
     deadline = Deadline(options.budget_seconds)
     for number, job in enumerate(missing, 1):
         cell = _measure(job, device, options, deadline.left()) if deadline.left() > 0 else None
-        if cell is None or (deadline.left() <= 0 and "failed" in cell):  # cut short by us: no result
+        if cell is None or (deadline.left() <= 0 and "failed" in cell):  # out of time: no result
             say(f"the time is up: {len(missing) - number + 1} cells are left for another run")
             break
         results.add(job.key, cell)
@@ -78,13 +78,13 @@ def render(folder: Path, say: Say) -> None:
 
 
 def _jobs(options: Options, device: torch.device) -> Iterator[_Job]:
-    """Every cell once, in the order of the grid: figures share settings."""
+    """Each cell once, in the order of the grid. Figures share settings."""
     seen = set()
     for figure in figures(options.figures):
         for setting in figure.chosen(device.type, options.quick):
             for method in available_methods(options.methods):
                 job = _Job(figure, setting, method)
-                endless = figure.largest_batch and method == ONE_BY_ONE  # its memory is that of one example
+                endless = figure.largest_batch and method == ONE_BY_ONE  # memory of one example
                 if job.key not in seen and not endless:
                     seen.add(job.key)
                     yield job

@@ -1,10 +1,10 @@
-"""What secure noise costs beside standard noise, on this CPU.
+"""The cost of secure noise next to standard noise, on this CPU.
 
     python -m benchmarks secure-noise --threads 1 --out benchmarks/results/secure-noise/cpu.md
 
-`draw` is the noise alone; `release` is what a step does with a sum: noise, addition, division, and for secure noise
-the rounding. The two kinds take turns, so that whatever else the machine does meets both; a figure is the median of
-all rounds. The standard deviation over the grid step is that of a part of as many coordinates, at multiplier 1.
+`draw` is the noise alone. `release` is what a step does with a sum: noise, addition, division, and for secure noise
+the rounding. The two kinds are timed in turns, so that other load on the machine affects both. A figure is the median
+of all rounds. The standard deviation over the grid step is that of a part of as many coordinates, at multiplier 1.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def secure_release(total: Tensor, part: Part, key: bytes) -> list[Tensor]:
 
 
 def taking_turns(*acts: Callable[[], object]) -> list[float]:
-    """The median milliseconds of each."""
+    """The median milliseconds of each function, called in turns."""
     for act in acts:
         act()
     times: list[list[float]] = [[] for _ in acts]

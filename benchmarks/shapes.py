@@ -31,7 +31,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Texts as ids, with a class each, or to be continued: then the target is the next id."""
+    """Texts as ids. The target is a class, or the next id at each position."""
 
     length: int
     vocabulary: int
@@ -47,7 +47,7 @@ class Tokens:
 
 Shape = Images | Tokens
 
-# Named by their length as well: `text-1024`, `imdb-64`.
+# Names may also end with a length: `text-1024`, `imdb-64`.
 _TEXTS = {
     "text": Tokens(length=256, vocabulary=50_257, continued=True),
     "imdb": Tokens(length=256, vocabulary=20_000),
@@ -62,8 +62,8 @@ _NAMED: dict[str, Shape] = {
 def shape_of(data: str) -> Shape:
     """The shape behind a name.
 
-    `images-64` are colour images of 64 x 64, as LSUN's when scaled; `text-1024` are texts of 1024 ids, to be
-    continued, and `imdb-64` texts of 64 with a class each.
+    `images-64` are colour images of 64 x 64, as in scaled LSUN. `text-1024` are texts of 1024 ids with the next id
+    as the target; `imdb-64` are texts of 64 ids with a class each.
     """
     kind, _, size = data.partition("-")
     if kind == "images" and size.isdigit():

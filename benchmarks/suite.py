@@ -1,4 +1,4 @@
-"""What suites of rows share: measure the rows that are missing, each on disk at once."""
+"""Shared by suites of rows: measure the missing rows, and write each to disk at once."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ def measure_missing(
     write_table: WriteTable,
     say: Say,
 ) -> Results:
-    """All rows, in their order; those that are in the folder already are not measured again.
+    """Measure the rows that the folder does not have, in order.
 
     Args:
-        rows, columns: what is wanted; `columns` has plain training.
-        device: where.
-        options: all else that was asked for.
-        effort: for a row. What was asked for may shorten it.
+        rows, columns: what to measure; `columns` includes plain training.
+        device: the device.
+        options: the options of the suite.
+        effort: the effort for a row; the options may shorten it.
         write_table: writes the table; called after each row.
-        say: takes a line for whoever waits.
+        say: prints a progress line.
     """
     with at_its_best(device):
         conditions = environment(device) | {"quick": options.quick, "suite": options.suite}
         results = Results.go_on(options.out, conditions)
         results.begin(options.command, options.seed)
         missing = [row for row in rows if not _has(row, columns, device, results, retry=options.retry)]
-        say(f"{len(missing)} rows to measure, {len(rows) - len(missing)} are there")
+        say(f"{len(missing)} rows to measure, {len(rows) - len(missing)} already measured")
         deadline = Deadline(options.budget_seconds)
         for number, row in enumerate(missing, 1):
             left = deadline.left()
             cell = _measure(row, columns, device, options, effort, left) if left > 0 else None
-            if cell is None or (deadline.left() <= 0 and "failed" in cell):  # cut short by us: no result
+            if cell is None or (deadline.left() <= 0 and "failed" in cell):  # out of time: no result
                 say(f"the time is up: {len(missing) - number + 1} rows are left for another run")
                 break
             results.add(row.name, cell)
@@ -72,7 +72,7 @@ def write_text(file: Path, text: str) -> str:
 
 
 def chosen_columns(wanted: list[str], usual: set[str]) -> list[str]:
-    """The wanted columns beside plain training, or the usual ones if none is named; in the order of tables."""
+    """Plain training and the named columns, or the usual ones if none is named, in the order of tables."""
     for name in wanted:
         if name not in COLUMNS:
             choices = ", ".join(map(repr, COLUMNS))
@@ -82,7 +82,7 @@ def chosen_columns(wanted: list[str], usual: set[str]) -> list[str]:
 
 
 def _has(row: Row, columns: list[str], device: torch.device, results: Results, *, retry: bool) -> bool:
-    """Whether a row is there with all these columns. `retry`: one that failed, though it could run, is not."""
+    """Whether a row has all these columns. With `retry`, a failed column that can run here does not count."""
     cell = results.cells.get(row.name)
     if cell is None:
         return False

@@ -15,7 +15,7 @@ _FAST, _NAIVE = ("reweight", "bookkeeping"), ONE_BY_ONE
 
 
 def markdown(results: Results) -> str:
-    """The whole report: what it was measured on, then a section for each figure."""
+    """The whole report: the environment, then a section for each figure."""
     notes = Notes()
     sections = [_figure(figure, results, notes) for figure in figures()]
     lines = ["# Measurements", "", *conditions(results), *(line for part in sections for line in part)]
@@ -23,7 +23,7 @@ def markdown(results: Results) -> str:
 
 
 class Notes:
-    """Remarks that cells refer to by number; the same remark has one number."""
+    """Numbered remarks. Equal remarks share a number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -59,7 +59,7 @@ def label(method: str) -> str:
 
 
 def conditions(results: Results) -> list[str]:
-    """What was measured on, and by which commands."""
+    """The environment and the commands of the results."""
     versions = results.environment.get("versions", {})
     facts = [f"- {name}: {value}" for name, value in results.environment.items() if name != "versions"]
     facts += [f"- {package} {version}" for package, version in versions.items()]
@@ -85,7 +85,7 @@ def _figure(figure: Figure, results: Results, notes: Notes) -> list[str]:
 
     if figure.largest_batch:
         return lines + table("Largest batch; one more does not fit.", lambda c: str(c["largest_batch"]))
-    lines += table("Median milliseconds a step, and how many non-private steps that is:", _time)
+    lines += table("Median milliseconds per step, and how many non-private steps that is:", _time)
     lines += table("Peak memory in MiB:", _memory)
     return lines + _speed_up(figure, settings, results)
 

@@ -1,4 +1,4 @@
-"""How long steps take, next to each other in the same minute."""
+"""Step times of several methods, measured in turns."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from statistics import median, quantiles
 
 Act = Callable[[], None]
 
-_BLOCK = 0.02  # seconds: several short steps are timed as one, so that the clock's grain does not count
+_BLOCK = 0.02  # seconds: short steps are timed in blocks, so that the clock's resolution does not matter
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done for one measurement.
+    """The effort for one measurement.
 
     Args:
-        rounds: at most so many.
-        least_rounds: at least so many, unless they take longer than `cell_seconds`.
+        rounds: the maximum number of rounds.
+        least_rounds: the minimum number of rounds, unless they take longer than `cell_seconds`.
         enough_seconds: no further round after this time.
-        cell_seconds: the most for one measurement.
+        cell_seconds: the limit for one measurement.
     """
 
     rounds: int = 15
@@ -33,7 +33,7 @@ class Effort:
 class Timing:
     """Seconds of a step: medians and quartiles over the rounds.
 
-    `ratio` is the median of the rounds' own ratios: both sides of a round met the same machine.
+    `ratio` is the median of the ratios of the rounds, because the load of the machine changes between rounds.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Contender:
-    """A step that has warmed up, and how many of them make a block that is long enough to time."""
+    """A step after warm-up, and the number of steps per timed block."""
 
     act: Act
     block: int
@@ -54,17 +54,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Seconds of a step by contender, one value a round."""
+    """Seconds of a step by contender, one value per round."""
 
     seconds: dict[str, list[float]]
 
     def ratio(self, name: str, reference: str) -> float:
-        """The median of the rounds' own ratios."""
+        """The median of the ratios of the rounds."""
         pairs = zip(self.seconds[name], self.seconds[reference], strict=True)
         return median(own / other for own, other in pairs)
 
     def timing(self, name: str, reference: str) -> Timing:
-        """One contender next to another."""
+        """The times of a contender, with its ratio to the reference."""
         mine, theirs = self.seconds[name], self.seconds[reference]
         lower, _, upper = quantiles(mine, n=4, method="inclusive") if len(mine) > 1 else mine * 3
         ratio = self.ratio(name, reference)
@@ -72,7 +72,7 @@ class Rounds:
 
 
 def settled(act: Act, steps: int, most_seconds: float, wait: Act) -> Contender:
-    """Make the first steps, which are not counted: `steps` of them, or fewer where that takes too long."""
+    """Make the first steps, which are not counted: `steps` of them, or fewer if they take too long."""
     start = time.perf_counter()
     for _ in range(steps):
         last = _seconds(act, 1, wait)
@@ -82,12 +82,12 @@ def settled(act: Act, steps: int, most_seconds: float, wait: Act) -> Contender:
 
 
 def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -> Rounds:
-    """Time all in turns, so that whatever else the machine does meets all alike.
+    """Time all contenders in turns, so that other load on the machine affects all alike.
 
     Args:
-        contenders: by name. Each is timed once a round, in this order.
-        effort: how long to go on.
-        wait: returns when the device has finished what it was asked.
+        contenders: by name. Each is timed once per round, in this order.
+        effort: the limits of rounds and time.
+        wait: returns when the device has finished its queued work.
     """
     start = time.perf_counter()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
@@ -98,7 +98,7 @@ def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -
         now = time.perf_counter()
         if number >= effort.least_rounds and now - start > effort.enough_seconds:
             break
-        if 2 * now - begin - start > effort.cell_seconds:  # one more would pass it
+        if 2 * now - begin - start > effort.cell_seconds:  # one more round would exceed it
             break
     return Rounds(taken)
 

@@ -1,4 +1,4 @@
-"""A network and its data: what one measurement runs on."""
+"""The network and data of a measurement."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.networks import build, train_only
 from benchmarks.shapes import Images, shape_of
 
 LEARNING_RATE = 1e-3
-BATCHES = 4  # in the synthetic data set: an epoch is so many steps
+BATCHES = 4  # in the synthetic data set: the steps per epoch
 
-# By name. `foreach` treats all parameters in a few launches, `fused` in one.
+# `foreach` updates all parameters in a few launches, `fused` in one.
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd-foreach": partial(torch.optim.SGD, foreach=True),
@@ -31,10 +31,10 @@ class Setting:
 
     Args:
         model, data: names that `build` and `shape_of` know.
-        batch: examples a step.
-        trained: which parameters: "all", or what else `train_only` knows.
+        batch: examples per step.
+        trained: the trained parameters: "all", or another value that `train_only` accepts.
         optimizer: "adam" as in the paper, "sgd-foreach" or "sgd-fused".
-        channels_last: how images and the weights of convolutions lie in memory.
+        channels_last: whether images and the weights of convolutions are channels-last in memory.
     """
 
     model: str
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """A name for files. Optimizer and layout are no part of it: they are how, not what."""
+        """A name for files. It does not include optimizer and layout."""
         part = "" if self.trained == "all" else f"/{self.trained}"
         return f"{self.model}/{self.data}/{self.batch}{part}"
 
@@ -64,7 +64,7 @@ class Setting:
 
 @dataclass
 class Workload:
-    """A fresh model on its device, and a synthetic data set beside it."""
+    """A fresh model and a synthetic data set, both on the device."""
 
     model: nn.Module
     inputs: Tensor
@@ -78,12 +78,12 @@ class Workload:
         return TensorDataset(self.inputs, self.targets)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """A fresh one over what is trained, with the paper's step size."""
+        """A fresh optimizer over the trained parameters, with the paper's step size."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         return _OPTIMIZERS[self.optimizer_name](trained, lr=LEARNING_RATE)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Shuffled epochs without end."""
+        """Endless shuffled epochs."""
         while True:
             order = torch.randperm(len(self.inputs), device=self.inputs.device)
             for rows in torch.split(order, self.batch):
@@ -91,7 +91,7 @@ class Workload:
 
 
 def make_workload(setting: Setting, device: torch.device, seed: int) -> Workload:
-    """Model and data of a setting; the same seed gives the same ones."""
+    """Model and data of a setting, deterministic in the seed."""
     torch.manual_seed(seed)
     shape = shape_of(setting.data)
     with device:  # drawn where they are used: a large model would take seconds on the CPU
@@ -104,6 +104,6 @@ def make_workload(setting: Setting, device: torch.device, seed: int) -> Workload
 
 
 def losses_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy, one value an example: the mean over its positions where there are several."""
+    """Cross entropy, one value per example: the mean over positions if there are several."""
     losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
     return losses.view_as(targets).mean(1) if targets.dim() > 1 else losses

@@ -1,12 +1,12 @@
-"""Clipped gradients lead to another point than the data do; bounded weights do not.
+"""Per-example gradient clipping biases the optimum; bounded weights do not.
 
-    python examples/clipping_bias.py                # trains both ways, prints where they end
-    python examples/clipping_bias.py --plot FILE    # and draws it; needs matplotlib
+    python examples/clipping_bias.py                # trains with both, prints the final points
+    python examples/clipping_bias.py --plot FILE    # and plots them; needs matplotlib
 
 A line is fitted to y = a x + b + e, x uniform on [0, 1], where e is 9 in one case of ten, else -1: 0 on average.
 Without clipping the squared loss is smallest at (a, b). With each example's gradient clipped to 1 the rare, long
 gradients count as little as the many short ones, and the average clipped gradient is 0 at (a - 0.01765, b - 0.94221).
-(Barczewski and Ramon give this example in their appendix E, with the signs turned round.)
+(Barczewski and Ramon give this example in their appendix E, with opposite signs.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOPE, SHIFT = 0.5, 1.0  # a and b
 ERRORS = ((9.0, 0.1), (-1.0, 0.9))  # value and probability
 CLIP = 1.0
 RECORDS, BATCH, EPOCHS, NOISE = 20_000, 2_000, 30, 1.0
-STEEPEST = 14.0  # beyond this residual the Huber loss is a straight line; here no residual gets there
+STEEPEST = 14.0  # above this residual the Huber loss is linear; no residual here is that large
 START = 1.2  # away from (a, b), in both
 RATE = 0.1
 
@@ -36,7 +36,7 @@ Point = tuple[float, float]
 
 
 def average_gradient(offset: Sequence[float], clipped: bool) -> np.ndarray:
-    """Over the whole population, at (a, b) + offset; the integral over x by the midpoint rule."""
+    """The average over the population at (a, b) + offset; the integral over x by the midpoint rule."""
     x = (np.arange(4000) + 0.5) / 4000
     total = np.zeros(2)
     for error, probability in ERRORS:
@@ -64,7 +64,7 @@ def population(seed: int = 0) -> TensorDataset:
 
 
 def trained(clipping: clipwise.PerExample | clipwise.Lipschitz, epochs: int) -> list[Point]:
-    """The way of (slope, shift), as offsets from (a, b), after each step."""
+    """The path of (slope, shift), as offsets from (a, b), after each step."""
     model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(1, 1))
     nn.init.constant_(model[1].weight, SLOPE + START)
     nn.init.constant_(model[1].bias, SHIFT + START)
@@ -87,7 +87,7 @@ def trained(clipping: clipwise.PerExample | clipwise.Lipschitz, epochs: int) -> 
 
 
 def draw(path: Path, ways: dict[str, list[Point]]) -> None:
-    """Two fields of average gradients, where each is 0, and the ways that training took."""
+    """Plot both fields of average gradients, their zeros, and the training paths."""
     import matplotlib.pyplot as plt  # only here: the example runs without it
 
     plt.rcParams["svg.hashsalt"] = "clipwise"

@@ -1,7 +1,7 @@
 """Bounded weights instead of clipped gradients: digits under differential privacy, without per-example gradients.
 
 python examples/lipschitz.py            # about ten seconds
-python examples/lipschitz.py --quick    # one epoch: shows that it works, not how well
+python examples/lipschitz.py --quick    # one epoch, as a check
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from clipwise.recipes.digits import digits
 
 EPSILON, DELTA = 8.0, 1e-5
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 512, 30, 0.02
-INPUT_NORM = 1.0  # images are scaled down to this length; longer ones lose contrast, and nothing else
-TEMPERATURE = 0.1  # outputs are short, so that a softmax needs a low temperature to become sure
+INPUT_NORM = 1.0  # images with a larger norm are scaled down to this norm
+TEMPERATURE = 0.1  # outputs are small, so the softmax needs a low temperature
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     train, test = digits(train=True), digits(train=False)
 
-    # 1. The model begins with a visible clip of its inputs, which stays there for evaluation.
+    # 1. The first module of the model clips inputs, also in evaluation.
     model = nn.Sequential(
         layers.ClipInput(INPUT_NORM),
         nn.Flatten(),
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         nn.Linear(32, 10, bias=False),
     )
 
-    # 2. The loss knows its constant. What one example can do follows from it and from the norms of the weights.
+    # 2. The loss has a known Lipschitz constant. The sensitivity follows from it and from the norms of the weights.
     loss = lipschitz.SoftmaxCrossEntropy(TEMPERATURE)
     private = clipwise.make_private(
         model,
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epochs=epochs,
         epsilon=EPSILON,
         delta=DELTA,
-        averaged=0.95,  # an average of the weights along the way: often better, and free
+        averaged=0.95,  # an exponential average of the weights: often better, and post-processing
     )
 
-    # 3. A step takes what the model returned as well.
+    # 3. A step also takes the model's outputs.
     with private:
         for _ in range(epochs):
             for images, labels in private.loader:

@@ -1,8 +1,8 @@
-"""Train a small network on handwritten digits under differential privacy, from beginning to end.
+"""Train a small network on handwritten digits under differential privacy.
 
 python examples/train.py                   # a new run, in its own folder under runs/example
-python examples/train.py --stop-after 10   # the same, but leave off after 10 epochs
-python examples/train.py --resume          # go on with the latest run, from its checkpoint
+python examples/train.py --stop-after 10   # the same, but stop after 10 epochs
+python examples/train.py --resume          # resume the latest run from its checkpoint
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from clipwise.engine import checkpoint
 from clipwise.recipes.digits import digits
 from clipwise.recipes.small_cnn import small_cnn
 
-EPSILON, DELTA = 8.0, 1e-5  # the budget: what the whole run may tell about any single record
-BATCH_SIZE = 512  # on average: a private batch has a random size, which stays secret
+EPSILON, DELTA = 8.0, 1e-5  # the privacy budget of the whole run
+BATCH_SIZE = 512  # expected: the realised batch size is random and stays secret
 LEARNING_RATE, MOMENTUM = 0.2, 0.9
-MAX_NORM = 1.0  # the most that one example's gradient may count
+MAX_NORM = 1.0  # per-example gradients are clipped to this norm
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     folder = choose_folder(options.out, options.resume)
-    torch.set_num_threads(1)  # so small a network is faster on one core
+    torch.set_num_threads(1)  # a network this small is faster on one core
 
-    # 1. Data, model and optimizer: ordinary torch. The test part is never trained on, so looking at it
-    #    costs no privacy.
+    # 1. Data, model and optimizer: plain torch. The test set is never trained on, so evaluating on it costs no privacy
+    #    of the training records.
     train, test = digits(train=True), digits(train=False)
     model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
 
-    # 2. Make it private. The noise is calibrated so that all epochs together just fit the budget. The ledger
-    #    is the book of what was released: each step is in it before its result becomes visible.
+    # 2. Make it private. The noise is calibrated so that all epochs together fit the budget. The ledger records
+    #    each release before its result becomes visible.
     private = clipwise.make_private(
         model,
         optimizer,
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ledger=folder / "ledger",
     )
 
-    # 3. Go on where the last sitting ended, if asked to. After a clean end this is bit for bit the same run.
-    #    After a crash a fresh noise key is taken, and the steps that are made again are counted again.
+    # 3. With --resume, continue from the checkpoint. After a clean end the run continues bit for bit. After a crash
+    #    it gets a fresh noise key, and the repeated steps are counted again.
     done = 0
     if options.resume:
         saved = checkpoint.load(folder / "checkpoint.pt")
@@ -60,30 +60,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         private.load_state_dict(saved["private"])
         done = saved["epochs"]
 
-    # 4. Train. `with` ends the run cleanly, also when something goes wrong in between.
+    # 4. Train. `with` ends the run cleanly, also after an error.
     with private:
         try:
             for epoch in range(done, min(options.epochs, done + options.stop_after)):
                 for images, labels in private.loader:
-                    losses = None  # a sampled batch may be empty: it needs no forward pass, and counts all the same
+                    losses = None  # a sampled batch may be empty: no forward pass, but still a step
                     if len(images):
                         losses = F.cross_entropy(
                             model(images), labels, reduction="none"
                         )  # one loss per example
                     private.step(losses)  # clip, add noise, write the ledger, update
                 save(folder, private, model, epoch + 1)
-                # RDP is a quick upper bound; the figure that counts (PLD) comes at the end. The training loss is
-                # not shown: it is computed from private batches, and no noise protects it.
+                # RDP is a fast upper bound; the final epsilon is by PLD. The training loss is not shown: it is
+                # computed from private batches, and no noise protects it.
                 spent = private.spent(accountant="rdp").epsilon
                 print(
                     f"epoch {epoch + 1:2} of {options.epochs}   test accuracy {accuracy(model, test):.1%}   "
                     f"epsilon so far (RDP) {spent:.3f}"
                 )
         except clipwise.BudgetExhausted as end:
-            # Happens after a crash: the steps that were made twice have used up the room of the last ones.
+            # Happens after a crash: the repeated steps have used the budget of the last ones.
             print(end)
 
-        # 5. What it cost, and the statement to publish along with the model.
+        # 5. The privacy cost, and the statement to publish with the model.
         print(f"\ntest accuracy {accuracy(model, test):.1%}, {private.spent()}\n")
         statement = private.statement()
         print(statement)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def save(folder: Path, private: clipwise.Private, model: torch.nn.Module, epochs: int) -> None:
-    """A checkpoint holds no secret and may be published; what the next noise needs goes to another file."""
+    """Save a checkpoint. It holds no secret and may be published; the noise key is in another file."""
     state = {"private": private.state_dict(), "model": model.state_dict(), "epochs": epochs}
     checkpoint.save(folder / "checkpoint.pt", state)
 
@@ -105,10 +105,10 @@ def accuracy(model: torch.nn.Module, test: torch.utils.data.TensorDataset) -> fl
 
 
 def choose_folder(out: Path, resume: bool) -> Path:
-    """Each run has its own folder: a ledger belongs to one run and is never written over."""
+    """Each run has its own folder: a ledger belongs to one run and is never overwritten."""
     runs = sorted(out.glob("run-*"))
     if resume and not runs:
-        raise SystemExit(f"There is no run in {out} to go on with: leave out --resume.")
+        raise SystemExit(f"There is no run in {out} to resume: leave out --resume.")
     return runs[-1] if resume else out / f"run-{len(runs) + 1:03}"
 
 
@@ -116,12 +116,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the latest run")
-    parser.add_argument("--stop-after", type=int, default=1000, metavar="N", help="leave off after N epochs")
+    parser.add_argument("--resume", action="store_true", help="resume the latest run")
+    parser.add_argument("--stop-after", type=int, default=1000, metavar="N", help="stop after N epochs")
     parser.add_argument(
         "--epochs", type=int, default=30, help="the whole run; the noise is calibrated for it"
     )
-    parser.add_argument("--quick", action="store_true", help="one epoch: shows that it works, not how well")
+    parser.add_argument("--quick", action="store_true", help="one epoch, as a check")
     parser.add_argument("--out", type=Path, default=Path("runs/example"))
     options = parser.parse_args(arguments)
     if options.quick:

@@ -19,7 +19,7 @@ PROGRAM = "python -m experiments"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
+    """Run a command; returns the exit code."""
     papers = {name: (command.line, partial(_paper, name)) for name, command in PAPERS.items()}
     scripts = {name: (command.line, command.main) for name, command in SCRIPTS.items()}
     commands = dict(sorted((papers | scripts).items()))
@@ -39,14 +39,14 @@ def _paper(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--table", dest="tables", action="append", default=[], help="as --figure")
     parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seeds", type=int, help="runs of each row, in place of what a figure or table has")
-    parser.add_argument("--epochs", type=int, help="shorten every run to so many epochs")
-    parser.add_argument("--quick", action="store_true", help="few rows on small digits: shows that it works")
-    parser.add_argument("--budget-seconds", type=float, help="stop after this time; it can go on later")
+    parser.add_argument("--seeds", type=int, help="runs per row, instead of those of a figure or table")
+    parser.add_argument("--epochs", type=int, help="shorten every run to this number of epochs")
+    parser.add_argument("--quick", action="store_true", help="few rows on small digits, as a check")
+    parser.add_argument("--budget-seconds", type=float, help="stop after this time; can continue later")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each in its own process")
-    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--retry", action="store_true", help="run failed runs again")
     parser.add_argument(
-        "--take", type=Path, action="append", default=[], metavar="DIR", help="take over the runs of DIR"
+        "--take", type=Path, action="append", default=[], metavar="DIR", help="copy the runs of DIR"
     )
     parser.add_argument("--only", default="", help="rows with this text in their name")
     given = vars(parser.parse_args(arguments))

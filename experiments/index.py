@@ -1,4 +1,4 @@
-"""Every experiment by name. A new one is a line here; its module is imported when it is run."""
+"""All experiments by name. A module is imported when its experiment runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from clipwise.validation.arguments import one_of
 from experiments.harness.command import Command
 from experiments.harness.paper import Paper
 
-# A module has `PAPER`: the tables and figures of a paper, which share the options of `harness.command`.
+# Modules with a `PAPER`: the tables and figures of a paper, with common options.
 PAPERS = {
     "backprop-clipping": Command(
         "experiments.backprop_clipping.paper", "backpropagation clipping: table 1, figure 5, signal and noise"
@@ -22,7 +22,7 @@ PAPERS = {
         "experiments.normalization.paper", "normalization layers: tables 2 to 7, figure 1"
     ),
 }
-# A module has `main(arguments)`, with options of its own.
+# Modules with `main(arguments)` and their own options.
 SCRIPTS = {
     "accounting": Command("experiments.accounting.table", "epsilon of six settings by every accountant"),
     "audit/recovery": Command("experiments.audit.recovery", "how much of a known mu each attack recovers"),
@@ -47,7 +47,7 @@ SCRIPTS = {
 
 
 def paper_of(name: str) -> Paper:
-    """A paper, or an error that names those there are."""
+    """The paper of a name; raises with the known names otherwise."""
     one_of("paper", name, PAPERS)
     found: Paper = import_module(PAPERS[name].module).PAPER
     return found

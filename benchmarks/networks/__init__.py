@@ -1,4 +1,4 @@
-"""The networks that are measured, in plain torch and by name."""
+"""The measured networks, in plain torch, by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 _NORMS: dict[str, Norm] = {"": FrozenBatchNorm2d, "-groupnorm": group_norm}
 
 # From the data's shape to a network. "mlp-4" has four hidden layers, "mlp-4x1024" four of that width; "resnet18"
-# and "vgg11" have frozen batch norm, "resnet18-groupnorm" the other one; "-32" is the usual form for images of
+# and "vgg11" have frozen batch norm, "resnet18-groupnorm" group norm; "-32" is the usual form for images of
 # 32 x 32.
 _NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
     **{f"mlp-{depth}": partial(mlp, depth=depth) for depth in DEPTHS},

@@ -1,4 +1,4 @@
-"""ResNet and VGG, with a normalization that keeps examples apart: batch norm mixes them."""
+"""ResNet and VGG, with a normalization that does not mix examples, unlike batch norm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BRANCH = 0.2
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """Batch normalization whose statistics and parameters are all constants, as in the paper."""
+    """Batch normalization with constant statistics and parameters, as in the paper."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class FrozenBatchNorm2d(nn.Module):
             self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each channel by its own constants."""
+        """Scale and shift each channel by its constants."""
         mean, variance, scale, shift = self.buffers()
         return F.batch_norm(x, mean, variance, scale, shift, training=False)
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Group normalization with 32 groups, or a group a channel if there are fewer."""
+    """Group normalization with 32 groups, or one group per channel if there are fewer channels."""
     return nn.GroupNorm(min(32, channels), channels)
 
 
@@ -94,9 +94,9 @@ def resnet(images: Images, layers: int, norm: Norm, *, small_images: bool = Fals
 
 
 def vgg(images: Images, layers: int, norm: Norm, *, small_images: bool = False) -> nn.Module:
-    """VGG-11 or 16 with a norm behind each convolution; no dropout, whose draws cost the same everywhere.
+    """VGG-11 or 16 with a norm behind each convolution. No dropout: it costs every method the same.
 
-    For images of 32 x 32, of which the pools leave one position, the head is a single layer.
+    For images of 32 x 32 the pools leave one position, and the head is a single layer.
     """
     features: list[nn.Module] = []
     channels = images.channels

@@ -68,10 +68,7 @@ class RowReader(nn.Module):
 
 
 class Reader(nn.Module):
-    """Frozen random word vectors, sines for positions, one encoder block, a linear layer on the mean.
-
-    The vectors stand in for GloVe's: they are not trained in the paper either.
-    """
+    """Frozen random word vectors (the paper: GloVe), sine positions, one encoder block, a linear layer on the mean."""
 
     def __init__(self, tokens: Tokens, heads: int = 8) -> None:
         super().__init__()

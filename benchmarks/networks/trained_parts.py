@@ -18,8 +18,7 @@ _ADAPTED = ("query", "value")
 class LowRankLinear(nn.Module):
     """A frozen linear layer beside a trained one of low rank: y = x W^T + b + s (x A^T) B^T, s = 1 / r.
 
-    B starts at zero, so that nothing changes before the first step. Then only B has a gradient; how long a
-    step takes does not depend on that.
+    B starts at zero, so at first only B has a nonzero gradient. The time of a step does not depend on that.
     """
 
     def __init__(self, frozen: nn.Linear, rank: int = RANK) -> None:
@@ -35,11 +34,11 @@ class LowRankLinear(nn.Module):
 
 
 def train_only(model: nn.Module, what: str) -> nn.Module:
-    """The same model, with all parameters frozen but some.
+    """Freeze all parameters of the model except the selected ones.
 
     Args:
         model: a network of this package.
-        what: "all" as they are, "biases", "lora" (added to query and value here) or "head".
+        what: "all" (changes nothing), "biases", "lora" (adds low-rank layers to query and value) or "head".
     """
     if what == "all":
         return model

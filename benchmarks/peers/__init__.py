@@ -1,1 +1,1 @@
-"""The table of bars: what a private step costs next to plain training, and what it may cost at most."""
+"""The table of targets: the cost of a private step relative to plain training, and its upper limits."""

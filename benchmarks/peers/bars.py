@@ -1,4 +1,4 @@
-"""What a column may cost at most, and whether it does."""
+"""Targets: upper limits on the cost of a column."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TIME, MEMORY = "time", "memory"
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit on a ratio.
+    """A target: an upper limit on a ratio.
 
     Args:
-        column: the method that is held to it.
+        column: the method that it applies to.
         most: the limit.
-        what: of time or of memory.
-        over: what the ratio is taken to.
-        below: whether the ratio must be below the limit, and may not just reach it.
+        what: time or memory.
+        over: the method in the denominator of the ratio.
+        below: whether the ratio must be strictly below the limit.
     """
 
     column: str
@@ -29,31 +29,31 @@ class Bar:
     below: bool = False
 
     def measured(self, cell: Cell) -> float | None:
-        """The ratio of a row, unrounded; None where it was not measured."""
+        """The unrounded ratio of a row; None if it was not measured."""
         column = cell.get("columns", {}).get(self.column, {})
         ratio: float | None = column.get(f"{self.what}_over", {}).get(self.over)
         return ratio
 
     def is_met(self, ratio: float) -> bool:
-        """Whether a ratio keeps within the limit."""
+        """Whether a ratio is within the limit."""
         return ratio < self.most if self.below else ratio <= self.most
 
 
-# Two backward passes that keep nothing in between: slower, and hardly more memory than plain training.
+# Two backward passes that store nothing in between: slower, with hardly more memory than plain training.
 _REWEIGHT = (Bar(REWEIGHT, 1.45), Bar(REWEIGHT, 1.15, MEMORY))
 
 
 def bars(time: float, memory: float | None = None) -> tuple[Bar, ...]:
-    """Ratios to plain training, for ordinary and compiled steps; on the CPU memory has no limit."""
+    """Targets relative to plain training, for eager and compiled steps. On the CPU memory has no target."""
     if memory is None:
         return (Bar(AUTO, time), *_REWEIGHT)
     return (Bar(AUTO, time), Bar(COMPILED, time), Bar(AUTO, memory, MEMORY), *_REWEIGHT)
 
 
 def floor_bars(time: float, memory: float | None = None) -> tuple[Bar, ...]:
-    """For small networks, where noise is much of a step: the eager step is held to the floor.
+    """Targets for small networks, where noise is a large share: the eager step relative to non-private plus noise.
 
-    On CUDA, where memory has a limit, the compiled step must be faster than eager plain training.
+    On CUDA, where memory has a target, the compiled step must be faster than eager plain training.
     """
     own: tuple[Bar, ...] = (Bar(AUTO, time, over=FLOOR),)
     if memory is not None:

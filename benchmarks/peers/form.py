@@ -1,4 +1,4 @@
-"""The form in which plain training is fastest here. All columns of a row are measured in that form."""
+"""The form (layout and SGD) in which plain training is fastest. All columns of a row are measured in that form."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.shapes import shape_of
 from benchmarks.timing import Effort, interleave, settled
 from benchmarks.workload import Setting, make_workload
 
-_CLEARLY = 0.99  # another form must be faster than the first by this much: a tie goes to the usual one
+_CLEARLY = 0.99  # another form must be faster than the usual one by this factor
 _EFFORT = Effort(rounds=9, least_rounds=3, enough_seconds=1.0, cell_seconds=8.0)
 
 
 def fastest_form(setting: Setting, device: torch.device, seed: int) -> Setting:
-    """The same setting with the layout, then the SGD, with which a plain step takes the least time."""
+    """The setting with the layout, and then the SGD, that make a plain step fastest."""
     usual = replace(setting, optimizer="sgd-foreach", channels_last=False)
     layouts = [usual, replace(usual, channels_last=True)] if _has_convolutions(setting) else [usual]
     best = _fastest(layouts, device, seed)

@@ -1,4 +1,4 @@
-"""One row of the table: every column alone for its memory, then all in turns for their time."""
+"""One row of the table: the memory of each column alone, then the times of all in turns."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from benchmarks.timing import Contender, Effort, Rounds, interleave, settled
 from benchmarks.workload import Setting, make_workload
 from experiments.harness.limits import TooSlow, reason_of
 
-_BASES = (REFERENCE, FLOOR, GRAPHED)  # what ratios are taken to
+_BASES = (REFERENCE, FLOOR, GRAPHED)  # the denominators of ratios
 
 
 def measure_row(
     row: Row, columns: list[str], device: torch.device, seed: int, effort: Effort, most_seconds: float
 ) -> Cell:
-    """A row has `columns`, each with its figures or with `failed`, the reason why it has none.
+    """Measure a row: `columns` holds the figures of each column, or `failed` with the reason.
 
-    If plain training fails, or all takes too long, the row itself has `failed`.
+    If plain training fails or the row takes too long, the row itself has `failed`.
     """
     cell: Cell = {"row": row.name, "setting": row.setting.key}
     with outcome_in(cell, most_seconds):
@@ -42,7 +42,7 @@ def measure_row(
 def _columns(
     setting: Setting, columns: list[str], device: torch.device, seed: int, effort: Effort
 ) -> dict[str, Cell]:
-    """The figures of each column; `columns` has the reference."""
+    """The figures of each column; `columns` includes the reference."""
     found: dict[str, Cell] = {}
     for name in columns:
         reason = unavailable(name, device)
@@ -61,7 +61,7 @@ def _columns(
 
 
 def _memory(setting: Setting, name: str, device: torch.device, seed: int, effort: Effort) -> Cell:
-    seconds = 16 * effort.cell_seconds  # a quarter of it for the first steps, whose checks take memory too
+    seconds = 16 * effort.cell_seconds  # the first steps, whose checks take memory too, get a quarter of it
     try:
         return {"peak_bytes": peak_memory(setting, name, device, seed, seconds)}
     except Exception as error:
@@ -73,10 +73,7 @@ def _memory(setting: Setting, name: str, device: torch.device, seed: int, effort
 def _rounds(
     setting: Setting, found: dict[str, Cell], device: torch.device, seed: int, effort: Effort
 ) -> Rounds:
-    """Time all columns that did not fail; one that fails here gets its reason, and the others go on.
-
-    Each has a model and an optimizer of its own; the data are the same.
-    """
+    """Time all columns that did not fail, on the same data. A column that fails here gets its reason."""
     wait = partial(synchronize, device)
     shared = make_workload(setting, device, seed)
     contenders: dict[str, Contender] = {}
@@ -97,12 +94,12 @@ def _rounds(
 
 
 def _own_reason(name: str, error: Exception) -> str:
-    """Why a column has no figures. Without plain training there is no row, and the limit is the row's too."""
+    """Why a column has no figures. Raises if the whole row fails: plain training failed, or the time is up."""
     if name == REFERENCE or isinstance(error, TooSlow):
         raise error
     return str(error) if isinstance(error, NoMemoryFigure) else reason_of(error)
 
 
 def failures(cell: Cell) -> dict[str, Any]:
-    """By column, why it has no figures."""
+    """The reasons of failed columns, by column."""
     return {name: column["failed"] for name, column in cell.get("columns", {}).items() if "failed" in column}

@@ -1,4 +1,4 @@
-"""The rows of the table, on CUDA and on the CPU, each with what it may cost at most."""
+"""The rows of the table, on CUDA and on the CPU, with their targets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Row:
     """A row of the table.
 
     Args:
-        name: what `--row` calls it.
-        title: what the table calls it.
-        setting: the network, its data and the batch; optimizer and layout are chosen by measuring.
-        bars: what it may cost.
+        name: its name for `--row`.
+        title: its name in the table.
+        setting: network, data and batch size; optimizer and layout are chosen by measuring.
+        bars: the targets.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def _partial_rows(name: str, title: str, data: str, batch: int, *columns: str) -> tuple[Row, ...]:
-    """A transformer of which few parameters are trained, next to plain training of the same ones."""
+    """A transformer with few trained parameters, next to plain training of the same parameters."""
     limits = tuple(Bar(column, 1.1) for column in columns)
     return tuple(
         Row(f"{name}-{part}", f"{title}, only {part}", Setting(name, data, batch, part), limits)
@@ -66,7 +66,7 @@ ON_CPU = (
     *(Row(name, f"{title}, B=128", Setting(name, "mnist", 128), bars(2.0)) for name, title in _RECURRENT),
     *_partial_rows("vit-tiny", "ViT-tiny at 32 x 32, B=32", "images-32", 32, AUTO),
 )
-# Shows that it works, and nothing more.
+# A check that the suite runs.
 QUICK = (
     Row("mlp", "MLP, B=32", Setting("mlp-2", "mnist", 32), floor_bars(1.2)),
     Row("cnn", "CNN, B=8", Setting("cnn", "mnist", 8), floor_bars(1.2)),
@@ -75,7 +75,7 @@ QUICK = (
 
 
 def rows_for(device: str, *, quick: bool = False, wanted: list[str] | None = None) -> list[Row]:
-    """The rows that are measured on such a device, in the order of the table; the wanted ones, or all."""
+    """The selected rows of a device, or all, in the order of the table."""
     rows = QUICK if quick else ON_CUDA if device == "cuda" else ON_CPU
     known = [row.name for row in rows]
     for name in wanted or []:

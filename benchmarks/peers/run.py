@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers`: measure the rows that are missing, and write the table after each."""
+"""`python -m benchmarks peers`: measure the missing rows, and write the table after each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.timing import Effort
 from experiments.harness.environment import device_of
 
 SUITE = "peers"
-USUAL = set(COLUMNS) - set(OPACUS)  # which takes long
+USUAL = set(COLUMNS) - set(OPACUS)  # Opacus takes long
 _EFFORT = Effort(30, least_rounds=5, enough_seconds=5.0)
 
 
 def bench_peers(options: Options, say: Say) -> None:
-    """Measure what is missing, in the order of the table; print it, and write JSON and Markdown."""
+    """Measure the missing rows in the order of the table; print it, and write JSON and Markdown."""
     device = device_of(options.device)
     rows = rows_for(device.type, quick=options.quick, wanted=options.rows)
     columns = chosen_columns(options.methods, USUAL)

@@ -1,4 +1,4 @@
-"""The table as Markdown: ratios of time and memory to plain training, then the bars."""
+"""The table as Markdown: ratios of time and memory to plain training, then the targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.peers.rows import Row, rows_for
 from benchmarks.records import Results
 from benchmarks.tables import Notes, conditions, grid
 
-# In the order of the table, with what the table calls them.
+# Method names to column titles, in the order of the table.
 COLUMNS = {
     REFERENCE: "plain",
     FLOOR: "floor",
@@ -23,7 +23,7 @@ _LEAST_ROUNDS = 3
 
 
 def markdown(results: Results) -> str:
-    """The whole report: what it was measured on, times and memory, bars, notes."""
+    """The whole report: environment, times and memory, targets, notes."""
     notes = Notes()
     everything = rows_for(results.environment["device"], quick=results.environment["quick"])
     rows = [row for row in everything if row.name in results.cells]
@@ -81,13 +81,13 @@ def _over_graphed(cell: Cell) -> str:
 
 
 def _bars(rows: list[Row], results: Results) -> list[str]:
-    """Next to each bar the ratio, three digits of it: near a bar two would hide on which side it is."""
+    """Each target with the measured ratio. It has three digits, because two could hide a miss."""
     labels = list(dict.fromkeys(_label(bar) for row in rows for bar in row.bars))
     body = []
     for row in rows:
         verdicts = {_label(bar): _verdict(bar, results.cells[row.name]) for bar in row.bars}
         body.append([row.title, *(verdicts.get(label, "") for label in labels)])
-    return ["The bars:", "", *grid(["", *labels], body), ""]
+    return ["The targets:", "", *grid(["", *labels], body), ""]
 
 
 def _label(bar: Bar) -> str:

@@ -1,4 +1,4 @@
-"""What grows: one axis each for positions, examples and width, with all else held."""
+"""The axes: positions, examples and width, each with everything else fixed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Axis:
     """Rows that differ in one number.
 
     Args:
-        name: what `--row`, plots and tables call that number.
+        name: the name of that number for `--row`, in plots and in tables.
         title: what grows, and in which network.
-        rows: by the number, which grows.
+        rows: the rows by that number, in increasing order.
     """
 
     name: str
@@ -55,7 +55,7 @@ ON_CPU = (
     _examples((16, 32, 64, 128, 256, 512, 1024)),
     _widths(256, (128, 256, 512, 1024, 2048)),
 )
-# Shows that it works, and nothing more.
+# A check that the suite runs.
 QUICK = (
     _positions("one-block Transformer", "transformer", "imdb", 2, (8, 16)),
     _examples((2, 4)),
@@ -64,7 +64,7 @@ QUICK = (
 
 
 def axes_for(device: str, *, quick: bool = False, wanted: list[str] | None = None) -> list[Axis]:
-    """The axes that are measured on such a device; the wanted ones, or all."""
+    """The selected axes of a device, or all."""
     axes = QUICK if quick else ON_CUDA if device == "cuda" else ON_CPU
     known = [axis.name for axis in axes]
     for name in wanted or []:

@@ -15,13 +15,13 @@ from benchmarks.scaling.axes import Axis
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something that is measured of a step.
+    """A measured quantity of a step.
 
     Args:
-        name: what the ratios to plain training are of.
-        unit: of the figures that are shown.
-        field: where a column has it.
-        scale: from what is stored to that unit.
+        name: "time" or "memory".
+        unit: the unit of the shown figures.
+        field: the key in a column.
+        scale: the factor from the stored value to that unit.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Quantity:
     scale: float
 
     def value(self, cell: Cell, column: str) -> float | None:
-        """In its unit, or None where it was not measured."""
+        """The value in its unit, or None if it was not measured."""
         stored = cell.get("columns", {}).get(column, {}).get(self.field)
         return None if stored is None else self.scale * stored
 
     def ratio(self, cell: Cell, column: str) -> float | None:
-        """To plain training, or None where it was not measured."""
+        """The ratio to plain training, or None if it was not measured."""
         figures = cell.get("columns", {}).get(column, {})
         ratio: float | None = figures.get(f"{self.name}_over", {}).get(REFERENCE)
         return ratio
@@ -48,12 +48,12 @@ QUANTITIES = (
 
 
 def measured(axis: Axis, results: Results) -> dict[int, Cell]:
-    """The cells of an axis that are there, by the number that grows."""
+    """The measured cells of an axis, by the number that grows."""
     return {x: results.cells[row.name] for x, row in axis.rows.items() if row.name in results.cells}
 
 
 def columns_of(cells: dict[int, Cell]) -> list[str]:
-    """The columns that some cell has, in the order of tables; plain training is always there."""
+    """The columns of all cells, in the order of tables; always with plain training."""
     found = {name for cell in cells.values() for name in cell.get("columns", {})}
     return [name for name in COLUMNS if name in found | {REFERENCE}]
 

@@ -50,7 +50,7 @@ def _plot(axis: Axis, cells: dict[int, Cell], file: Path) -> None:
 
 
 def _curves(panel: Any, cells: dict[int, Cell], columns: list[str], read: Read) -> None:
-    """A curve a column, which keeps its colour; a point that was not measured is left out."""
+    """One curve per column, in the colour of the column, without the points that were not measured."""
     for column in columns:
         heights = [read(cell, column) for cell in cells.values()]
         known = [math.nan if height is None else height for height in heights]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks scaling`: measure the points that are missing; tables and plots of what is there."""
+"""`python -m benchmarks scaling`: measure the missing points, and write tables and plots."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from experiments.harness.environment import device_of
 SUITE = "scaling"
 _EFFORT = Effort(
     15, least_rounds=5, enough_seconds=1.0
-)  # many points, of which each is seen beside its neighbours
+)  # fewer rounds: there are many points, and neighbours confirm each other
 
 
 def bench_scaling(options: Options, say: Say) -> None:
-    """Measure what is missing, one axis after another; print the tables, and write JSON, Markdown and plots."""
+    """Measure the missing points axis by axis; print the tables, and write JSON, Markdown and plots."""
     device = device_of(options.device)
     axes = axes_for(device.type, quick=options.quick, wanted=options.rows)
     rows = [row for axis in axes for row in axis.rows.values()]
@@ -35,7 +35,7 @@ def bench_scaling(options: Options, say: Say) -> None:
 
 
 def usual_columns(device: torch.device) -> set[str]:
-    """Plain training and clipwise's ways to make a step here."""
+    """Plain training and the methods of clipwise on this device."""
     return {name for name in (REFERENCE, AUTO, REWEIGHT, COMPILED) if unavailable(name, device) is None}
 
 
@@ -45,7 +45,7 @@ def write_table(results: Results, folder: Path) -> str:
 
 
 def write_report(results: Results, folder: Path, say: Say, *, must_plot: bool) -> None:
-    """Tables, and plots where there is something to draw them with."""
+    """Write tables, and plots if matplotlib is installed."""
     write_table(results, folder)
     say(f"wrote {folder / TABLES}")
     if not must_plot and not can_draw():

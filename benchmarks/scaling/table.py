@@ -14,7 +14,7 @@ _LEAST_ROUNDS = 3
 
 
 def markdown(results: Results) -> str:
-    """The whole report: what it was measured on, then a section for each axis, then notes."""
+    """The whole report: the environment, a section for each axis, notes."""
     notes = Notes()
     axes = axes_for(results.environment["device"], quick=results.environment["quick"])
     lines = ["# How the cost of a step grows", "", *conditions(results)]

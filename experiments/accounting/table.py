@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 
 def figure(sampling: str, rate: float, z: float, steps: int, accountant: str) -> dict[str, Any]:
-    """One epsilon and how long it took with cold caches, or why the accountant has none."""
+    """One epsilon and its time with cold caches, or the reason why the accountant has none."""
     for cached in (pld._directions, pld._of_step, pld._loss_moments):
         cached.cache_clear()
     start = time.perf_counter()
@@ -54,7 +54,7 @@ def figure(sampling: str, rate: float, z: float, steps: int, accountant: str) ->
 
 
 def two_sided(rate: float, z: float, steps: int) -> dict[str, Any] | None:
-    """prv_accountant's bounds from below and above; None where it is missing or the batch is everything."""
+    """prv_accountant's bounds from below and above; None if it is not installed or the rate is 1."""
     try:
         prv = importlib.import_module("prv_accountant")
     except ImportError:
@@ -75,9 +75,7 @@ def two_sided(rate: float, z: float, steps: int) -> dict[str, Any] | None:
 
 def measured() -> list[dict[str, Any]]:
     """A row for each setting and sampling."""
-    accounting.epsilon(
-        noise_multiplier=1.0, sample_rate=0.1, steps=1, delta=DELTA
-    )  # imports what there is to import
+    accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, steps=1, delta=DELTA)  # warm-up: imports
     rows = []
     for sampling in ("poisson", "fixed-size"):
         for rate, z, steps in SETTINGS:
@@ -90,7 +88,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -99,7 +97,7 @@ def processor() -> str:
 
 
 def version(package: str) -> str:
-    """The version that is installed, or a word that it is not."""
+    """The installed version, or that it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -107,7 +105,7 @@ def version(package: str) -> str:
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """The table for people."""
+    """The results as Markdown."""
     names = list(accountants.ACCOUNTANTS)
     lines = [
         "# Epsilon at delta = 1e-5, by accountant",

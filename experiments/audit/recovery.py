@@ -2,7 +2,7 @@
 
 It writes a table in docs/concepts/audit.md.
 
-One release of per-example clipping, which everyone takes part in: mu = 1 / z is the truth.
+One release of per-example clipping over all records: the true value is mu = 1 / z.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ ATTACKS: dict[str, Callable[[float], AuditReport]] = {
 
 def main(arguments: Sequence[str]) -> None:
     """Measure and write."""
-    parser_of("python -m experiments audit/recovery", __doc__).parse_args(
-        arguments
-    )  # there is nothing to choose
+    parser_of("python -m experiments audit/recovery", __doc__).parse_args(arguments)  # no options
     torch.set_num_threads(1)
     lines = ["| attack | runs | mu | measured | epsilon | measured | seconds |\n", "|---" * 7 + "|\n"]
     for name, attack in ATTACKS.items():

@@ -1,9 +1,7 @@
 """Claimed and measured privacy of each strategy: `python -m experiments audit/strategies`.
 
 Writes results/strategies.json beside this file and the table in docs/concepts/audit.md. `--only NAME` measures one
-row again and keeps the others; `--runs` and `--sampled-runs` say how often to train. Several minutes on two cores.
-
-A new strategy is a line of STRATEGIES.
+row again and keeps the others; `--runs` and `--sampled-runs` set the number of runs. Several minutes on two cores.
 """
 
 from __future__ import annotations
@@ -43,23 +41,23 @@ def rows(seed: int = 0, size: int = RECORDS) -> tuple[Tensor, Tensor]:
 
 
 def weighted_losses(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """One an example, times a weight that the record brings along."""
+    """One loss per example, times the weight of the record."""
     return w * losses_of(model, x, y)
 
 
 def step_at_outputs(private: Private, model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> bool:
-    """A step of weight clipping, which takes what the model returned as well."""
+    """A step of weight clipping, which also takes the model's outputs."""
     outputs = model(x)
     return private.step(w * F.cross_entropy(outputs, y, reduction="none"), outputs=outputs)
 
 
 def quiet_rows() -> tuple[Tensor, Tensor, Tensor]:
-    """Random records that hardly say anything: beside them a loud one is found best."""
+    """Random records with small weights, so that the canary stands out."""
     return (*rows(), torch.full((RECORDS,), 1e-3))
 
 
 def loud(x: Tensor) -> dict[str, Any]:
-    """An attack by a record of one's own, so heavy that every clip cuts it to the whole bound."""
+    """An attack with a record of such a large weight that its gradient is clipped to the bound."""
     record = (x, torch.tensor(1), torch.tensor(1e4))
     return {"kind": "record", "planted": record, "loss": weighted_losses}
 
@@ -87,7 +85,7 @@ def lot_norm() -> nn.Module:
 
 
 def isometric() -> nn.Module:
-    """Weights that lengthen and shorten nothing: a record can reach all bounds of weight clipping at once."""
+    """Orthogonal weights, with which a record can reach all bounds of weight clipping at once."""
     model = nn.Sequential(
         layers.ClipInput(1.0), nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)
     )
@@ -99,25 +97,25 @@ def isometric() -> nn.Module:
 
 
 def all_positive() -> Tensor:
-    """An input that the first of those layers maps to equal, positive values: no ReLU takes anything away."""
+    """An input that the first of those layers maps to equal, positive values, so that ReLU changes nothing."""
     weight: Tensor = isometric()[1].weight.detach()
     return weight.T @ torch.ones(FEATURES)
 
 
 def clipped() -> nn.Module:
-    """Two layers, of which each clips what goes in and what comes back."""
+    """Two layers that clip their inputs and upstream gradients."""
     return layers.clip_inputs(plain(), input_norm=0.5, grad_norm={"0": 0.1, "2": 1.0})
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy, and how it is attacked.
+    """One strategy and its attack.
 
     Args:
-        name: for the table.
+        name: its name in the table.
         clipping: the strategy.
-        model: what it trains.
-        losses: one an example.
+        model: the model.
+        losses: one loss per example.
         batch: the records.
         options: further arguments of `run_of` (`step=` for a strategy that needs more than losses).
         attack: further arguments of `audit.canary`.
@@ -166,7 +164,7 @@ STRATEGIES = [
 
 
 def measured(row: Row, runs: int, sampled_runs: int, seed: int) -> dict[str, Any]:
-    """Neighbours, one release that everyone takes part in, and a run of eight sampled steps."""
+    """The neighbour check, one release over all records, and a run of eight sampled steps."""
     start = time.perf_counter()
     few = {"sampling": "full", "sample_rate": None, "steps": 1, "noise_multiplier": 1.0}
     many = {**row.sampled, "steps": 8, "noise_multiplier": 0.6}

@@ -1,1 +1,1 @@
-"""Backpropagation clipping (Stevens et al. 2022), run again at the epsilon that its noise buys."""
+"""Backpropagation clipping (Stevens et al. 2022), run again at its true epsilon."""

@@ -1,4 +1,4 @@
-"""What the paper prints: table 1, the best settings of figure 2, and the noise that they have."""
+"""The paper's numbers: table 1, the best settings of figure 2, and their noise."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Claim:
     """One data set of table 1 and figure 2.
 
     Attributes:
-        plain, clipped: accuracies without privacy, as usual and with clips.
-        relu, tanh: of DP-SGD with these activations, at
-        baseline_epsilon.
-        ours: of backpropagation clipping, at
-        epsilon: which its authors withdrew.
-        epochs, batch_size, input_norm, grad_norm: the best settings, with
-        layers: that have weights.
+        plain, clipped: accuracies without privacy, without and with clips.
+        relu, tanh: accuracies of DP-SGD with these activations, at `baseline_epsilon`.
+        baseline_epsilon: the epsilon of DP-SGD.
+        ours: the accuracy of backpropagation clipping, at `epsilon`.
+        epsilon: the claimed epsilon, which the authors withdrew.
+        epochs, batch_size, input_norm, grad_norm: the best settings.
+        layers: the number of layers with weights.
     """
 
     plain: float

@@ -1,4 +1,4 @@
-"""Which runs the paper's table and figures ask for, in the order of their importance."""
+"""The runs of the paper's table and figures, in order of importance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from experiments.harness.search import Asked
 from experiments.harness.store import Cell
 
 FIGURES = ("table-1", "5", "withdrawn", "signal")
-# Figure 5 has those of table 1 among its own, so that they share runs.
+# Figure 5 includes those of table 1, so that they share runs.
 EPSILONS: dict[str, tuple[float, ...]] = {
     "mnist": (0.05, 0.07, 0.3, 1.0, 2.93, 8.0),
     "fashion_mnist": (0.05, 0.3, 0.87, 2.7, 8.0),
     "cifar10": (1.0, 3.64, 7.53),
     DIGITS: (8.0,),
 }
-# On colour images a run is long: the paper's form and those that are best on grey images, beside flat clipping.
+# Runs on colour images are long: only the paper's form, those that are best on grey images, and flat clipping.
 _OF_COLOUR = (
     "dp-sgd-tanh",
     "dp-sgd-relu",
@@ -43,9 +43,9 @@ WITHDRAWN_SEEDS = 3
 
 
 def asked(figures: Sequence[str], quick: bool, seeds: int, found: Mapping[str, Cell]) -> Iterator[Asked]:
-    """The runs that can begin now, from the finished ones by key: the quickest data set first.
+    """The runs that can start now, from the finished ones by key: the quickest data set first.
 
-    No figures means all. `seeds` is the least number of runs that a row is tested with.
+    No figures means all. `seeds` is the minimum number of test runs of a row.
     """
     for data in sets(quick):
         for figure in figures or FIGURES:
@@ -65,21 +65,21 @@ def sets(quick: bool) -> tuple[str, ...]:
 
 
 def epsilons(figure: str, data: str) -> tuple[float, ...]:
-    """At which a data set is shown: in table 1 where the paper has it, once for its own method, once for DP-SGD."""
+    """The epsilons of a data set: in table 1 those of the paper's method and of DP-SGD."""
     if figure == "5" or data == DIGITS:
         return EPSILONS[data]
     return CLAIMS[data].epsilon, CLAIMS[data].baseline_epsilon
 
 
 def private_methods(data: str) -> tuple[str, ...]:
-    """What is compared on a data set."""
+    """The methods compared on a data set."""
     if data == DIGITS:
         return _QUICK_METHODS
     return _OF_COLOUR if data == "cifar10" else (*DP_SGD, *BACKPROP)
 
 
 def rows(figure: str, data: str) -> list[Row]:
-    """Of the table or of figure 5, on one data set."""
+    """The rows of the table or of figure 5 for one data set."""
     private = [Row(data, m, e) for e in epsilons(figure, data) for m in private_methods(data)]
     return [*(Row(data, method, None) for method in OPEN), *private]
 
@@ -91,7 +91,7 @@ def _withdrawn(data: str, quick: bool, seeds: int) -> Iterator[Asked]:
 
 
 def signal_rows(quick: bool) -> dict[str, Row]:
-    """By what is looked at: the row that chooses its setting. Clipping by layer has that of flat clipping."""
+    """For each measured method the row that chooses its setting. Per-layer clipping uses that of flat clipping."""
     data, epsilon = (DIGITS, EPSILONS[DIGITS][0]) if quick else (SIGNAL_DATA, SIGNAL_EPSILON)
     return {m: Row(data, "dp-sgd-relu" if m == "dp-sgd-layer" else m, epsilon) for m in SIGNALS}
 

@@ -1,4 +1,4 @@
-"""Results of the paper on backpropagation clipping as Markdown: our runs beside what is printed, and what is left."""
+"""Results of the paper on backpropagation clipping as Markdown: our runs next to the printed numbers, and verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def markdown(store: Store, quick: bool) -> str:
     results = Results(store.cells, quick)
     lines = ["# Backpropagation clipping: results", ""]
     if quick:
-        lines += ["**A quick run on small digits: it shows that everything works, and nothing else.**", ""]
+        lines += ["**A quick run on small digits, to check that everything runs.**", ""]
     lines += report.how(store)
     lines += [
         "Accuracy in percent on the test part, which chooses nothing: mean and standard error over seeds. All methods "
@@ -54,7 +54,7 @@ def markdown(store: Store, quick: bool) -> str:
         lines += ["## The best for each epsilon", "", *_best(results), ""]
         lines += as_list([*verdicts.against_dp_sgd(results), *verdicts.our_changes(results)])
     if results.has("signal"):
-        lines += ["## Signal and noise by layer", "", *_signal(results), ""]
+        lines += ["## Signal and noise per layer", "", *_signal(results), ""]
         lines += as_list(verdicts.signal_to_noise(results))
     if results.has("table-1") or results.has("5"):
         lines += ["## Settings that were chosen", "", *_settings(results), ""]
@@ -76,7 +76,7 @@ def _table(results: Results) -> list[str]:
 
 
 def _printed(row: Row) -> str:
-    """What the paper has for this row at this epsilon."""
+    """The paper's accuracy of this row at this epsilon."""
     claim = CLAIMS.get(row.data)
     value = None if claim is None else claim.printed(row.method)
     if claim is None or value is None:
@@ -110,8 +110,8 @@ def _withdrawn(results: Results) -> list[str]:
             if cells:
                 claim = Withdrawn(data, kind).claim
                 printed = f"{100 * claim.ours:.1f}" if claim.ours and kind == "as published" else ""
-                told = (data, kind, f"{claim.epsilon:g}", report.epsilon(cells), printed)
-                lines.append(f"| {' | '.join(told)} | {report.accuracy(cells)} |")
+                words = (data, kind, f"{claim.epsilon:g}", report.epsilon(cells), printed)
+                lines.append(f"| {' | '.join(words)} | {report.accuracy(cells)} |")
     return lines
 
 
@@ -125,8 +125,8 @@ def _curves(results: Results) -> list[str]:
             entries = [results.accuracy(Row(data, method, e)) for e in values]
             lines.append(f"| {METHODS[method].title} | {' | '.join(entries)} | |")
         for method in OPEN:
-            told = results.accuracy(Row(data, method, None))
-            lines.append(f"| {METHODS[method].title} |{' |' * len(values)} {told} |")
+            words = results.accuracy(Row(data, method, None))
+            lines.append(f"| {METHODS[method].title} |{' |' * len(values)} {words} |")
         lines.append("")
     return lines[:-1]
 
@@ -143,20 +143,20 @@ def _best(results: Results) -> list[str]:
         for epsilon in EPSILONS[data]:
             ours, theirs = verdicts.best_pair(results, data, epsilon)
             if ours is not None and theirs is not None:
-                told = [
+                words = [
                     entry
                     for row in (ours, theirs)
                     for entry in (METHODS[row.method].title, results.accuracy(row))
                 ]
                 difference = results.difference(ours, theirs)
                 assert difference is not None  # both rows have tested runs
-                lines.append(f"| {data} | {epsilon:g} | {' | '.join(told)} | {difference.signed(1)} |")
+                lines.append(f"| {data} | {epsilon:g} | {' | '.join(words)} | {difference.signed(1)} |")
     return lines
 
 
 def _signal(results: Results) -> list[str]:
     lines = [
-        "Along a run of each method with its chosen setting (by layer: that of flat clipping), on 1,000 training "
+        "Along a run of each method with its chosen setting (per layer: that of flat clipping), on 1,000 training "
         "images, read off without noise. Gradient: the length of the mean, nothing clipped. Passed back: "
         "the mean length of an example's gradient at the layer's output, with the clips of the layers behind it. "
         "Signal: the length of the clipped mean. Noise: the expected length of the noise on it. Layers are named by "
@@ -174,13 +174,13 @@ def _signal(results: Results) -> list[str]:
             curve = cell.get("curve", [])
             for place in dict.fromkeys((0, len(curve) // 2, len(curve) - 1)) if curve else ():
                 for name, layer in curve[place]["layers"].items():
-                    told = [
+                    words = [
                         f"{layer[what]:.3g}" if what in layer else ""
                         for what in ("gradient", "passed", "signal", "noise")
                     ]
-                    told.append(f"{layer['signal'] / layer['noise']:.3g}")
+                    words.append(f"{layer['signal'] / layer['noise']:.3g}")
                     step = curve[place]["step"]
-                    lines.append(f"| {METHODS[method].title} | {step} | {name} | {' | '.join(told)} |")
+                    lines.append(f"| {METHODS[method].title} | {step} | {name} | {' | '.join(words)} |")
     return lines
 
 
@@ -202,7 +202,7 @@ def _settings(results: Results) -> list[str]:
 
 def _setting(trial: Trial) -> str:
     clips, way = trial.way.clips, trial.way
-    told = (
+    words = (
         trial.optimizer,
         f"{trial.learning_rate:.2g}",
         f"1/{1 / trial.sample_rate:.0f}",
@@ -211,4 +211,4 @@ def _setting(trial: Trial) -> str:
         f"{trial.input_norm:.2g}" if clips == "layers" else "",
         f"{trial.grad_norm:.2g}" if clips == "layers" and way.mode == "clip" else "",
     )
-    return " | ".join(told)
+    return " | ".join(words)

@@ -1,4 +1,4 @@
-"""Backpropagation clipping for `python -m experiments`: its runs, how one is done, and the page of results."""
+"""Backpropagation clipping for `python -m experiments`: runs, training, and the page of results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.harness.store import Cell
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
-    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    """Trials on validation parts; when all of a row are finished, the best of them on the test part."""
     for one in asked(options.figures, options.quick, options.seeds or 1, found):
         yield one.task(options.quick)
 
 
 def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
-    """One run. It is short: what is stopped in the middle begins again."""
+    """One run. It is short, so a stopped run starts again."""
     job: Any = task.setting
     with reading_data():
         at_hand = images(job.data, options.data, device_of(options.device), task.judged_by)
@@ -40,5 +40,5 @@ PAPER = Paper(
     train=train,
     page=page.markdown,
     plots=plots.plot_all,
-    takes_epochs=False,  # they are among what is tried
+    takes_epochs=False,  # epochs are part of the search
 )

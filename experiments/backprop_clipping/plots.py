@@ -1,4 +1,4 @@
-"""Figure 5, and signal and noise by layer, as pictures where matplotlib is."""
+"""Plots of figure 5, and of signal and noise per layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINES: dict[str, tuple[str, str]] = {
 
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
-    """Write what can be drawn, and return the files."""
+    """Write all plots that have results; returns the files."""
     results = Results(store.cells, quick)
     drawn: list[Path] = []
     for figure, draw in (("5", _accuracies), ("signal", _signals)) if can_draw() else ():
@@ -41,7 +41,7 @@ def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
 
 
 def _accuracies(canvas: Any, results: Results) -> bool:
-    """Accuracy over epsilon, a panel a data set; level lines without noise."""
+    """Accuracy over epsilon, one panel per data set; horizontal lines without noise."""
     names = sets(results.quick)
     canvas.set_size_inches(3.8 * len(names), 3.6)
     something = False
@@ -69,7 +69,7 @@ def _accuracies(canvas: Any, results: Results) -> bool:
 
 
 def _signals(canvas: Any, results: Results) -> bool:
-    """Above the lengths of mean gradients, below signal over noise; a column a method, a line a layer."""
+    """Top: lengths of mean gradients; bottom: signal over noise. One column per method, one line per layer."""
     curves: dict[str, Any] = {}
     for method in SIGNALS:
         for cell in results.at("signal", method, signal_rows(results.quick)[method].epsilon):

@@ -1,4 +1,4 @@
-"""Results by row: the tested runs of the setting that was chosen, and the best of several methods."""
+"""Results by row: the test runs of the chosen setting, and the best of several methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Results(Shown):
     """The runs of a store by row."""
 
     def tested(self, row: Row) -> list[Cell]:
-        """Runs on the test part, whichever figure asked for them, in the order of their seeds."""
+        """Test runs of all figures, in the order of their seeds."""
         found = {
             cell["seed"]: cell
             for figure in ("table-1", "5")
@@ -30,7 +30,7 @@ class Results(Shown):
         return SEARCH.best(row, self.quick, self.cells)
 
     def accuracy(self, row: Row) -> str:
-        """In words, in percent."""
+        """The accuracy in percent, as text."""
         return report.accuracy(self.tested(row))
 
     def mean(self, row: Row) -> float | None:
@@ -39,7 +39,7 @@ class Results(Shown):
         return statistics.fmean(found) if found else None
 
     def best_of(self, rows: Sequence[Row]) -> Row | None:
-        """The row whose chosen trial was best on the *validation* part: the test part chooses nothing."""
+        """The row with the best chosen trial on the *validation* part."""
         scored = []
         for place, row in enumerate(rows):
             trial = self.chosen(row)
@@ -49,6 +49,6 @@ class Results(Shown):
         return rows[-max(scored)[2]] if scored else None
 
     def difference(self, first: Row, second: Row) -> Measured | None:
-        """Of the means of two rows, in points."""
+        """The difference of the means of two rows, in points."""
         one, two = (measured(self.tested(row)) for row in (first, second))
         return None if one is None or two is None else one - two

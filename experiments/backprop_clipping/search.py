@@ -1,6 +1,6 @@
 """The same number of trials for every method: points spread over its space, then points around the best of them.
 
-The space follows the paper's figure 1, with what suits private training beside it: larger rates, SGD beside Adam. The
+The space follows the paper's figure 1, with additions for private training: larger rates, and SGD besides Adam. The
 noise is not searched: it follows from the budget.
 """
 
@@ -23,7 +23,7 @@ GREY, COLOUR, QUICK = Effort(6, 3, 10), Effort(4, 1, 8), Effort(1, 1, 2)
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared: one method, on one data set, at one epsilon."""
+    """One method on one data set at one epsilon."""
 
     data: str
     method: str
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """How the row is called among results."""
+        """The name of the row in results."""
         return f"{self.data}/{self.method}"
 
 
@@ -43,17 +43,17 @@ def effort_of(row: Row, quick: bool) -> Effort:
 
 
 def space(row: Row) -> dict[str, Dimension]:
-    """What may be chosen for a row.
+    """The search space of a row.
 
     Batches are 1/32 or 1/16 of the records: 1,875 or 3,750 of 60,000. C2 is on the scale of one example's loss: below
-    1e-3 all gradients are clipped, so that smaller ones would change nothing but the scale. Where there is no noise,
-    small batches and more epochs cost nothing but time.
+    1e-3 all gradients are clipped, so that smaller values change only the scale. Without noise, small batches and more
+    epochs cost only time.
     """
     rates: tuple[float, ...] = (1 / 32, 1 / 16)
     epochs: tuple[int, ...] = (4, 8) if row.data == "cifar10" else (5, 12)
     if row.epsilon is None:
         rates, epochs = (1 / 256, 1 / 64), (12, 24)
-    if row.data == DIGITS:  # to show that everything works
+    if row.data == DIGITS:  # a quick check
         rates, epochs = (1 / 4,), (1,)
     found: dict[str, Dimension] = {
         "pace": Range(0, 1),
@@ -72,7 +72,7 @@ def space(row: Row) -> dict[str, Dimension]:
 
 
 def trial(row: Row, chosen: dict[str, Any]) -> Trial:
-    """The setting of a row. Each optimizer has rates of its own, of which `pace` is the place."""
+    """The setting of a row. Each optimizer has its own range of rates; `pace` is the position in it."""
     rates = _RATES_WITHOUT_NOISE if row.epsilon is None else _RATES
     others = {name: value for name, value in chosen.items() if name != "pace"}
     rate = rates[chosen["optimizer"]].at(chosen["pace"])

@@ -1,4 +1,4 @@
-"""The images of a trial: what is trained on and what it is judged by, on a device."""
+"""The training and evaluation images of a trial, on a device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from experiments import data
 
 VALIDATION_SHARE, _CUT = 0.2, 4004
 DIGITS = "digits"  # ships with clipwise
-SIDE, _FEW = 28, 600  # so many digits are enough to show that everything works
+SIDE, _FEW = 28, 600  # few digits, for a quick check
 Folder = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
 class Images:
-    """Parts of one data set: `held_out` is the test part or, while something is chosen, a validation part."""
+    """Parts of one data set: `held_out` is the test part or, while settings are chosen, a validation part."""
 
     name: str
     train: TensorDataset
@@ -28,7 +28,7 @@ class Images:
 
 
 def images(name: str, folder: Folder, device: torch.device, judged_by: str) -> Images:
-    """Standardised images. A validation part is a fifth of the records to train on; the test part stays out."""
+    """Standardised images. The validation part is a fifth of the training records, without the test part."""
     return _images(name, None if folder is None else os.fspath(folder), str(device), judged_by)
 
 

@@ -1,7 +1,7 @@
-"""Per-layer signal and noise along a run: the paper's argument for clipping on the way back, measured.
+"""Per-layer signal and noise along a run: a measurement of the paper's argument.
 
-The paper holds that to clip while gradients are passed back keeps them from growing, and leaves more signal over the
-noise than to clip them afterwards. So at points along a run, for each layer:
+The paper claims that clipping during backpropagation keeps gradients from growing, and leaves more signal over the
+noise than clipping them afterwards. So at points along a run, for each layer:
 
     gradient    |mean of the examples' gradients|, nothing clipped
     passed      the mean length of an example's gradient at the layer's output, as the clips of the layers behind it
@@ -9,7 +9,7 @@ noise than to clip them afterwards. So at points along a run, for each layer:
     signal      |mean of what is released of them|, clipped, without noise
     noise       the expected length of the noise on that mean: s sqrt(d) / L
 
-These are read off training images without noise. The data is public; of private records they may not be shown.
+These are measured on training images without noise. The data is public; for private records they must not be shown.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ POINTS, _ROWS = 12, 1000
 
 @dataclass(frozen=True)
 class Signal:
-    """Look at a private trial on its way."""
+    """Measure signal and noise along a private trial."""
 
     trial: Trial
 
     @property
     def epochs(self) -> int:
-        """As long as its run."""
+        """The epochs of its run."""
         return self.trial.epochs
 
     @property
     def data(self) -> str:
-        """Of its run."""
+        """The data set of its run."""
         return self.trial.data
 
     @property
     def key(self) -> str:
-        """A name of its own."""
+        """A unique name."""
         return f"signal {self.trial.key}"
 
 
 def run(job: Signal, images: Images, seed: int, deadline: Deadline, shared: Path | None = None) -> Cell:
-    """Train, and look at points that are spread over the steps, the first step among them."""
+    """Train, and measure at points spread over the steps, including the first step."""
     start = time.perf_counter()
     training = begun(job.trial, images, seed, shared)
     looks = {round(i * (training.steps - 1) / (POINTS - 1)) for i in range(POINTS)}
@@ -74,8 +74,8 @@ def run(job: Signal, images: Images, seed: int, deadline: Deadline, shared: Path
         training.step()
     seconds = round(time.perf_counter() - start, 2)
     accuracy, _ = judged(training.model, images.held_out)
-    told = {"curve": curve, "accuracy": accuracy, "seconds": seconds, "steps": training.steps}
-    return told | training.cost()
+    words = {"curve": curve, "accuracy": accuracy, "seconds": seconds, "steps": training.steps}
+    return words | training.cost()
 
 
 def measured(training: Training, trial: Trial, images: Images) -> dict[str, dict[str, float]]:

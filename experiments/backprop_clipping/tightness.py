@@ -1,14 +1,14 @@
-"""How far each bound on a layer's gradient is above the gradient: bound / norm, layer by layer.
+"""The ratio of each bound on a layer's gradient to the gradient norm, for each layer.
 
     python -m experiments backprop-clipping/tightness --data FOLDER [--examples 64] [--seed 0] [--out FILE]
 
 First the paper's networks at initialization, on training images: the median over examples, and the smallest ratio of
 all, which must not fall below 1. "L12" is the paper's bound; "L2" is sqrt(cover) |x| |g|; "upstream" the smaller of the
-two; "windows" is what bound="gradient" takes. For linear layers without positions all are exact. Without --data images
-are random numbers.
+two; "windows" is the bound of bound="gradient". For linear layers without positions all are exact. Without --data
+images are random numbers.
 
-Then every kind of layer and each of its parameters, on random inputs and upstream gradients, which are as far from the
-worst as can be. In mode "normalize" one example's gradient is (1 - 2^-10) C |dW| / n, so that it shows n / |dW|.
+Then every kind of layer and each of its parameters, on random inputs and upstream gradients, which are far from the
+worst case. In mode "normalize" one example's gradient is (1 - 2^-10) C |dW| / n, so that it shows n / |dW|.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_LIMIT = 1e10  # nothing is clipped: bounds are compared with the gradient as 
 
 
 def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[float]]]:
-    """By layer and bound: bound / norm of every example's gradient of the weights."""
+    """For each layer and bound: bound / norm of the weight gradient of every example."""
     model = layers.clip_inputs(model, input_norm=NO_LIMIT, grad_norm=NO_LIMIT, bound="gradient")
     losses = F.cross_entropy(model(x), y, reduction="none")
     found: dict[str, dict[str, list[float]]] = {}
@@ -118,7 +118,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 
 
 def ratios_of_kind(kind: str, bound: str, examples: int, seed: int) -> dict[str, list[float]]:
-    """By parameter: bound / norm of every example, whose input has a length of C1."""
+    """For each parameter: bound / norm for every example, with inputs of norm C1."""
     build, shape, ids = KINDS[kind]
     torch.manual_seed(seed)
     model = layers.clip_inputs(build().double(), input_norm=1.0, grad_norm=1.0, mode="normalize", bound=bound)
@@ -164,7 +164,7 @@ def table_of_kinds(examples: int, seed: int) -> list[str]:
 
 
 def page(folder: str | None, examples: int, seed: int) -> str:
-    """Both tables, and what they were made with."""
+    """Both tables, with the command and versions."""
     here = environment(torch.device("cpu"))
     versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
     command = f"python -m experiments backprop-clipping/tightness --examples {examples} --seed {seed}"

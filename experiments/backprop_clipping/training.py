@@ -1,4 +1,4 @@
-"""How a trial is trained."""
+"""Training of a trial."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from experiments.harness.store import Cell
 from experiments.harness.training import Training, drawn, losses_of, shuffled
 
 MOMENTUM = 0.9
-_PIECE = 1024  # colour images that go through a model at a time, so that several runs fit on one device
-_ROWS = 1000  # that go through a model at a time, where nothing is trained
+_PIECE = 1024  # colour images per piece, so that several runs fit on one device
+_ROWS = 1000  # batch size of evaluation
 
 
 def run(trial: Trial, images: Images, seed: int, deadline: Deadline, shared: Path | None = None) -> Cell:
@@ -42,7 +42,7 @@ def judged(model: nn.Module, dataset: TensorDataset) -> tuple[float, float]:
 def begun(trial: Trial, images: Images, seed: int, shared: Path | None = None) -> Training:
     """A run before its first step.
 
-    The seed is of the first weights only. It is published, so noise and batches do not come from it.
+    The seed determines only the initial weights. It is published, so noise and batches do not come from it.
     """
     steps = max(1, round(trial.epochs / trial.sample_rate))
     size = max(1, round(trial.sample_rate * len(images.train)))
@@ -54,7 +54,7 @@ def begun(trial: Trial, images: Images, seed: int, shared: Path | None = None) -
         losses_of(model, x, y).sum().backward()  # type: ignore[no-untyped-call]
         for p in model.parameters():
             assert p.grad is not None
-            p.grad /= size  # afterwards: clips are for gradients of single losses, not of their mean
+            p.grad /= size  # after the backward pass: the clips apply to gradients of single losses, not of their mean
         optimizer.step()
         return True
 
@@ -77,7 +77,7 @@ def begun(trial: Trial, images: Images, seed: int, shared: Path | None = None) -
 
 
 def network(trial: Trial, images: Images, seed: int) -> nn.Module:
-    """The paper's network with first weights from the seed, clipped where the method clips layers."""
+    """The paper's network with initial weights from the seed, with clipped layers if the method clips layers."""
     model = plain_network(images, seed, trial.way.activation, trial.way.norm)
     if trial.way.clips != "layers":
         return model
@@ -103,12 +103,12 @@ def plain_network(images: Images, seed: int, activation: str, norm: str = "none"
 
 
 def piece_of(images: Images) -> int | None:
-    """How many images of a batch are handed out at a time; None for all. It changes no result."""
+    """The number of images per piece of a batch; None for all. It does not change results."""
     return _PIECE if images.name == "cifar10" else None
 
 
 def strategy(trial: Trial) -> Strategy:
-    """How the method of a trial bounds what one record can do."""
+    """The clipping strategy of a trial."""
     if trial.way.clips == "layers":
         return clipwise.Backprop()
     return clipwise.PerExample(max_norm=trial.max_norm, parts=trial.way.parts)
@@ -123,7 +123,7 @@ def _optimizer(trial: Trial, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _most(trial: Trial, model: nn.Module) -> float:
-    """How far one example can move the gradient, in all; 1 where nothing bounds it."""
+    """The bound on the change of the gradient by one example; 1 without a bound."""
     if trial.way.clips == "layers":
         parameters = dict(model.named_parameters())
         return math.hypot(*most_of_each(parameters, clipped_layers(model)).values())

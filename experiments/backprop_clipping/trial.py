@@ -1,4 +1,4 @@
-"""One run: a way of training, a data set and everything that is chosen before it begins."""
+"""One run: a method, a data set and everything that is chosen before it starts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from experiments.harness.setting import Keyed
 
 @dataclass(frozen=True)
 class Method:
-    """A way of training.
+    """A training method.
 
     Attributes:
-        title: how a page calls it.
+        title: its name on a page.
         clips: "nothing"; "examples", each example's gradient; or "layers", backpropagation clipping.
         activation, norm: of the network.
         mode, bound: of clipped layers, see `clipwise.layers.clip_inputs`.
-        parts: of the gradients of examples.
+        parts: the parts of per-example gradients.
         is_private: whether there is noise.
     """
 
@@ -63,15 +63,15 @@ BACKPROP = (
 
 @dataclass(frozen=True)
 class Trial(Keyed):
-    """What is trained, and how.
+    """A training setting.
 
     Attributes:
-        data: a set of images by name.
+        data: the name of a set of images.
         method: one of `METHODS`.
-        epsilon: the budget, by PLD under Poisson sampling, a record left out; None without noise.
+        epsilon: the budget, by PLD under Poisson sampling and zero-out adjacency; None without noise.
         sample_rate: the probability that a record is in a batch.
-        optimizer: "adam"; or "sgd" with momentum 0.9, for which
-        learning_rate: is over the most that one example may move the gradient: then C does not matter to it.
+        optimizer: "adam"; or "sgd" with momentum 0.9.
+        learning_rate: for SGD relative to the bound on one example's gradient, so that it does not depend on C.
         max_norm: C, of gradients of examples.
         input_norm, grad_norm: C1 and C2, of clipped layers.
     """

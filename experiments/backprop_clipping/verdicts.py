@@ -1,4 +1,4 @@
-"""What the paper concludes, and what sound runs say about it: sentences computed from results."""
+"""Verdicts on the paper's conclusions, as sentences computed from sound runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from experiments.harness.results import Measured
 from experiments.harness.store import Cell
 from experiments.harness.verdicts import NOT_TESTED, in_brackets, lacking, survival
 
-CLOSE = 1.0  # points: what counts as "approaches"
-USABLE = 10.0  # points below training without noise: what still counts as usable
+CLOSE = 1.0  # points that count as "approaches"
+USABLE = 10.0  # points below training without noise that still count as usable
 
 
 def best_pair(results: Results, data: str, epsilon: float) -> tuple[Row | None, Row | None]:
@@ -91,7 +91,7 @@ def near_no_noise(results: Results) -> list[str]:
         (0.1, USABLE, "A usable model with epsilon of at most 0.1"),
         (1.0, CLOSE, "With epsilon of at most 1 accuracy is near that without noise"),
     ):
-        told, kept = [], 0
+        words, kept = [], 0
         compared: list[Row] = []
         for data in sets(results.quick):
             without = results.mean(Row(data, "clipped", None))
@@ -101,20 +101,20 @@ def near_no_noise(results: Results) -> list[str]:
             if ours is not None and mean is not None and without is not None:
                 kept += without - mean <= allowed
                 compared.append(ours)
-                told.append(
+                words.append(
                     f"{data} {results.accuracy(ours)}% at {epsilons[-1]:g}, {without:.1f}% without noise"
                 )
-        if told:
+        if words:
             found.append(
-                f'"{claim}" (within {allowed:g} points): **{_verdict(results, compared, kept, len(told))}.** '
-                f"{'; '.join(told)}."
+                f'"{claim}" (within {allowed:g} points): **{_verdict(results, compared, kept, len(words))}.** '
+                f"{'; '.join(words)}."
             )
     return found
 
 
 def price_of_clips(results: Results) -> list[str]:
-    """What the paper's clips cost without noise."""
-    told, kept = [], 0
+    """The cost of the paper's clips without noise."""
+    words, kept = [], 0
     compared: list[Row] = []
     for data, claim in CLAIMS.items():
         rows = Row(data, "clipped-upstream", None), Row(data, "plain", None)
@@ -123,15 +123,15 @@ def price_of_clips(results: Results) -> list[str]:
             compared += rows
             printed = 100 * (claim.clipped - claim.plain)
             kept += difference.mean >= printed - 1
-            told.append(f"{data} {difference.signed(1)} points ({printed:+.1f} in the paper)")
-    if not told:
+            words.append(f"{data} {difference.signed(1)} points ({printed:+.1f} in the paper)")
+    if not words:
         return []
-    word = _verdict(results, compared, kept, len(told))
-    return [f'"Clips cost little without noise": **{word}.** {"; ".join(told)}.']
+    word = _verdict(results, compared, kept, len(words))
+    return [f'"Clips cost little without noise": **{word}.** {"; ".join(words)}.']
 
 
 def our_changes(results: Results) -> list[str]:
-    """What the smaller bound and the normalization do, over all places."""
+    """The effect of the smaller bound and of normalization, over all places."""
     pairs = {
         "The smaller bound, in mode clip": ("gradient-clip", "upstream-clip"),
         "The smaller bound, in mode normalize": ("gradient-normalize", "upstream-normalize"),
@@ -162,7 +162,7 @@ def our_changes(results: Results) -> list[str]:
 
 
 def withdrawn_setting(results: Results) -> list[str]:
-    """What the published noise buys, and what it would take."""
+    """The guarantee of the published noise, and the result with enough noise."""
     found = []
     for data, claim in CLAIMS.items():
         bad = results.at("withdrawn", f"{data}/as published")
@@ -170,10 +170,11 @@ def withdrawn_setting(results: Results) -> list[str]:
         spent = [c["epsilon"] for c in bad if c.get("epsilon") is not None]
         if not spent:
             continue
+        last_layer = report.epsilon_text(epsilon_of_last_layer(claim))
         found.append(
             f"{data}, claimed epsilon {claim.epsilon:g}: the noise that ran gives {report.accuracy(bad)}% (printed "
             f"{100 * claim.ours:.1f}%), and its clips guarantee an epsilon of {max(spent):.3g}. The last layer "
-            f"alone, which an image moves by up to sqrt(2) C1, costs {report.told(epsilon_of_last_layer(claim))}. With "
+            f"alone, which an image moves by up to sqrt(2) C1, costs {last_layer}. With "
             f"that noise on gradients that are clipped to C1 C2 = {claim.input_norm * claim.grad_norm:g}, epsilon is "
             f"{report.epsilon(good)} and accuracy {report.accuracy(good)}% (chance is 10%)."
         )
@@ -195,7 +196,7 @@ def signal_to_noise(results: Results) -> list[str]:
         if papers in curves:  # one run of each method
             more = [name for name in ratio[papers] if ratio[papers][name] > ratio[other][name]]
             word = f"{NOT_TESTED} (one run): more in {len(more)} of {len(ratio[papers])} layers"
-        told = "; ".join(
+        words = "; ".join(
             f"{METHODS[m].title}: "
             + ", ".join(
                 f"{name} {mine:.3g} against {ratio[other][name]:.3g}" for name, mine in ratio[m].items()
@@ -204,16 +205,16 @@ def signal_to_noise(results: Results) -> list[str]:
         )
         found.append(
             f'"More signal over the noise than {METHODS[other].title}", by the paper\'s form: **{word}.** Signal over '
-            f"noise by layer (its place in the network), geometric mean along the run. {told}."
+            f"noise per layer (its place in the network), geometric mean along the run. {words}."
         )
     word = "Not run"
     if papers in curves and theirs:
         less = growth[papers] < min(growth[m] for m in theirs)
         word = f"{NOT_TESTED} (one run): {'less' if less else 'not less'} than with DP-SGD"
-    told = ", ".join(f"{METHODS[m].title} {value:.2f} times" for m, value in growth.items())
+    words = ", ".join(f"{METHODS[m].title} {value:.2f} times" for m, value in growth.items())
     found.append(
         f'"Gradients grow less", by the paper\'s form: **{word}.** From the first point to the last the mean '
-        f"gradient, nothing clipped, gets as long as {told}."
+        f"gradient, nothing clipped, gets as long as {words}."
     )
     return found
 
@@ -253,13 +254,13 @@ def _tally(gains: list[Measured]) -> str:
 
 
 def _verdict(results: Results, rows: Iterable[Row], kept: int, count: int) -> str:
-    """What is left of a claim, if the settings of these rows were searched well enough to say so."""
+    """The verdict on a claim, if the settings of these rows were searched well enough."""
     missing = _lacking(results, rows)
     return f"{NOT_TESTED} ({missing})" if missing else survival(kept, count)
 
 
 def _lacking(results: Results, rows: Iterable[Row]) -> str:
-    """What is missing for a verdict on these rows: of the row that has least."""
+    """The evidence that is missing for a verdict on these rows."""
     found = [
         lacking(len(results.tested(row)), effort.spread + effort.near, len(space(row)))
         for row in rows

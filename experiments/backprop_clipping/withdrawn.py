@@ -1,9 +1,8 @@
-"""The setting that the authors withdrew, and the same with the noise where it belongs.
+"""The setting that the authors withdrew, as published and with correct noise.
 
-The paper's noise sigma is for gradients that are bounded by C1 C2 a layer. Its code clipped gradients of the *mean*
+The paper's noise sigma is for gradients that are bounded by C1 C2 per layer. Its code clipped gradients of the *mean*
 loss of B images to C2, and divided the noise by B as if they were gradients of a sum. On the scale of the sum that is
-a clip to C2 B, which never clips, under the same sigma. So both are one recipe of the engine, which says what each
-costs:
+a clip to C2 B, which never clips, with the same sigma. So the engine can run both and account for each:
 
     as published    upstream gradients of single examples clipped to C2 B, noise sigma on the sum
     honest          upstream gradients of single examples clipped to C2, noise sigma on the sum
@@ -40,12 +39,12 @@ class Withdrawn:
 
     @property
     def claim(self) -> Claim:
-        """What the paper has."""
+        """The numbers of the paper."""
         return _QUICK if self.data == DIGITS else CLAIMS[self.data]
 
     @property
     def epochs(self) -> int:
-        """As printed."""
+        """The epochs in the paper."""
         return self.claim.epochs
 
     @property
@@ -55,12 +54,12 @@ class Withdrawn:
 
     @property
     def noise_multiplier(self) -> float:
-        """z of N parts with noise sigma each, whose sensitivity is 2 C1 C2 where one record replaces another."""
+        """z of N parts with noise sigma each and sensitivity 2 C1 C2 (replace-one adjacency)."""
         return self.claim.noise / (2 * self.claim.input_norm * self.grad_norm * math.sqrt(self.claim.layers))
 
     @property
     def key(self) -> str:
-        """A name of its own."""
+        """A unique name."""
         return f"withdrawn {self.data}/{self.kind}"
 
 
@@ -93,16 +92,16 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
             step(x, y)
     seconds = round(time.perf_counter() - start, 2)
     accuracy, loss = judged(model, images.held_out)
-    told = {"accuracy": accuracy, "loss": round(loss, 5), "seconds": seconds, "steps": private.steps}
-    return told | {"claimed_epsilon": claim.epsilon, "noise": claim.noise} | spent(private)
+    words = {"accuracy": accuracy, "loss": round(loss, 5), "seconds": seconds, "steps": private.steps}
+    return words | {"claimed_epsilon": claim.epsilon, "noise": claim.noise} | spent(private)
 
 
 def epsilon_of_last_layer(claim: Claim) -> float:
-    """What the last layer alone costs under the noise of the withdrawn code, with neighbours counted kindly.
+    """A lower bound on the epsilon of the withdrawn code: that of the last layer alone, under zero-out adjacency.
 
-    The gradient of the logits is at most sqrt(2) long, and comes near that where the network is sure of a wrong
-    class; the layer's input is at most C1 long. So the layer moves by up to sqrt(2) C1 when an image is left out, under
-    noise sigma. No analysis of such releases can promise less.
+    The gradient of the logits has norm at most sqrt(2), and comes near that when the network is sure of a wrong class;
+    the layer's input has norm at most C1. So leaving an image out changes the layer by up to sqrt(2) C1, under noise
+    sigma.
     """
     return accounting.epsilon(
         noise_multiplier=claim.noise / (math.sqrt(2) * claim.input_norm),

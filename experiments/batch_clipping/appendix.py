@@ -1,7 +1,7 @@
-"""Appendix B recomputed: what the paper's noise on BN-LeNet-5 guarantees, by exact accounting.
+"""Appendix B recomputed: the guarantee of the paper's noise on BN-LeNet-5, by exact accounting.
 
-The paper states mu of the central limit theorem for C_p(G_{sqrt(L)/sigma})^T, which is an approximation. Here stands
-beside it epsilon by privacy loss distributions of the same mechanism.
+The paper states mu of the central limit theorem for C_p(G_{sqrt(L)/sigma})^T, which is an approximation. The table
+adds epsilon by privacy loss distributions of the same mechanism.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = EPOCHS * RECORDS // BATCH
 
 @dataclass(frozen=True)
 class Stated:
-    """What the paper says of one noise: h and mu; None where it says nothing."""
+    """h and mu in the paper for one noise; None if the paper has no value."""
 
     sigma: float
     h: float | None
@@ -30,12 +30,12 @@ class Recomputed:
     """One line of the table.
 
     Attributes:
-        stated: the paper's.
-        h, mu: by the paper's own formula.
-        epsilon: by PLD, for batches of fixed size and a record replaced.
-        clt_epsilon: what mu would promise if it were exact. It is no bound.
-        flat_epsilon: by PLD, if the whole gradient were clipped in one part.
-        poisson_epsilon: by PLD, for Poisson batches and a record left out, at the same multiplier.
+        stated: the values in the paper.
+        h, mu: by the paper's formula.
+        epsilon: by PLD, for batches of fixed size and replace-one adjacency.
+        clt_epsilon: the epsilon of mu if mu were exact. It is not a bound.
+        flat_epsilon: by PLD, if the whole gradient were one part.
+        poisson_epsilon: by PLD, for Poisson batches and zero-out adjacency, at the same multiplier.
     """
 
     stated: Stated

@@ -1,4 +1,4 @@
-"""The true epsilon of each setting that the paper prints, whether it was run here or not."""
+"""The true epsilon of each setting in the paper, also of those that were not run here."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Budget:
     """One setting of the paper.
 
     Attributes:
-        setting: what it trains.
-        epochs: as in the paper.
-        parts: L, how many parts are noised.
-        figures: where it is shown.
+        setting: the training setting.
+        epochs: the number in the paper.
+        parts: L, the number of noised parts.
+        figures: the figures that show it.
         multiplier: z = sigma / sqrt(L).
-        epsilon: by PLD, or an upper bound by participations where z is too small for that; for batches of fixed size
-            and a record replaced.
+        epsilon: by PLD, or an upper bound by participations if z is too small for PLD; for batches of fixed size and
+            replace-one adjacency.
         flat_epsilon: the same if the whole gradient were one part with the same sigma.
     """
 
@@ -43,7 +43,7 @@ class Budget:
 
 @cache
 def budgets() -> tuple[Budget, ...]:
-    """A line for each noise, batch size, network and length; C, rates and norms of images do not matter."""
+    """A line for each noise, batch size, network and number of epochs; epsilon depends on nothing else."""
     found: dict[tuple[object, ...], tuple[Setting, int, list[str]]] = {}
     for figure in FIGURES:
         for row in figure.rows:

@@ -1,4 +1,4 @@
-"""Sentences that say where the paper's conclusions hold, computed from the runs."""
+"""Sentences about which conclusions of the paper hold, computed from the runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from experiments.harness import report
 from experiments.harness.store import Cell
 from experiments.harness.verdicts import lacking
 
-_ERRORS = 2.0  # standard errors of a difference that shows
-_DIMENSIONS = 2  # of a search at equal epsilon: batch size and walk
+_ERRORS = 2.0  # standard errors from which a difference counts
+_DIMENSIONS = 2  # of the search at equal epsilon: batch size and walk
 _EPOCHS_IN_PAPER = {
     (figure.name, row.label): row.epochs_in_paper or row.setting.epochs
     for figure in FIGURES
@@ -24,13 +24,13 @@ _EPOCHS_IN_PAPER = {
 
 @dataclass(frozen=True)
 class Claim:
-    """That one row is better than another one.
+    """A claim that one row is better than another.
 
     Attributes:
-        text: what is claimed.
-        figure: where both rows are.
-        better, worse: rows.
-        at: what both have in common.
+        text: the claim.
+        figure: the figure of both rows.
+        better, worse: the rows.
+        at: what both rows have in common.
     """
 
     text: str
@@ -154,9 +154,9 @@ EQUAL_CLAIMS = tuple(
             "BC, 4 groups, batch norm",
             "BC, enhanced, batch norm",
         ),
-        ("Many mini-sets are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
+        ("Many microbatches are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
         (
-            "Momentum inside mini-sets is better than one clipped mean",
+            "Momentum inside microbatches is better than one clipped mean",
             "BC, momentum inside 8 mini-sets, group norm",
             "BC, flat, group norm",
         ),
@@ -167,9 +167,9 @@ EQUAL_CLAIMS = tuple(
 
 
 def sentences(shown: Rows) -> list[str]:
-    """Of every claim whose two rows were run: both accuracies, and whether it holds in these runs.
+    """For each claim with both rows run: both accuracies, and whether it holds in these runs.
 
-    Rows of a figure have the paper's learning rate and no other, so they compare settings, not methods.
+    Rows of a figure have only the paper's learning rate, so they compare settings and not methods.
     """
     found = []
     for claim in FIGURE_CLAIMS:
@@ -192,7 +192,7 @@ def sentences(shown: Rows) -> list[str]:
 
 
 def finals(cells: list[Cell]) -> list[Cell]:
-    """The tested runs of the setting that did best on the validation part; a failure where no trial came through."""
+    """The tested runs of the setting that did best on the validation part; a failed run if every trial failed."""
     trials = [c for c in cells if c["judged_by"] == "validation"]
     best = tuned.chosen(trials)
     return (
@@ -203,21 +203,21 @@ def finals(cells: list[Cell]) -> list[Cell]:
 
 
 def _sentence(better: list[Cell], worse: list[Cell], trials: int, epochs_in_paper: int | None = None) -> str:
-    """Both accuracies and a verdict; nothing where one is missing, or where they were not trained equally long.
+    """Both accuracies and a verdict; empty if one is missing or the training lengths differ.
 
-    `trials` is how many settings each row was chosen from. Without enough evidence there is no verdict.
+    `trials` is the number of settings that each row was chosen from. Without enough evidence there is no verdict.
     """
     first, second = report.accuracies(better), report.accuracies(worse)
     if not first or not second or better[0]["epochs"] != worse[0]["epochs"]:
         return ""
-    told = f"{report.accuracy(better)} against {report.accuracy(worse)}"
+    words = f"{report.accuracy(better)} against {report.accuracy(worse)}"
     seeds = min(len(first), len(second))
     missing = lacking(seeds, trials, _DIMENSIONS, better[0]["epochs"], epochs_in_paper)
-    return f"{told}, not tested ({missing})" if missing else f"{told}, {verdict(first, second)}"
+    return f"{words}, not tested ({missing})" if missing else f"{words}, {verdict(first, second)}"
 
 
 def verdict(first: list[float], second: list[float]) -> str:
-    """Whether the first is above the second by more than chance would do."""
+    """Whether the first mean is clearly above the second."""
     difference = statistics.fmean(first) - statistics.fmean(second)
     margin = _ERRORS * math.hypot(report.standard_error(first), report.standard_error(second))
     if abs(difference) <= margin:

@@ -1,7 +1,7 @@
-"""What each figure of the batch-clipping paper shows, as training runs in a declared order.
+"""The figures of the batch-clipping paper as training runs, in the order of the runs.
 
-Settings are those that the paper prints. Figures 4 and 18 and appendix B are run in full; of the others a part of the
-values, for fewer epochs, and they are labelled so. To each figure about private training come rows that the paper
+The settings are the paper's. Figures 4 and 18 and appendix B are run in full. The others are run for a part of the
+values and fewer epochs, and are labelled as shortened. Each figure about private training also has rows that the paper
 does not have: flat per-example clipping of a network with group norm, at equal privacy.
 """
 
@@ -21,7 +21,7 @@ _SHORT = 10  # epochs of a figure that is not run in full
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a setting, how it is called, and what the paper says about it."""
+    """One line of a table: a setting, its label, and the paper's result."""
 
     label: str
     setting: Setting
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Figure:
-    """What one figure shows."""
+    """A figure and its rows."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Figure:
 
 
 def _short(row: Row) -> Row:
-    """For fewer epochs than in the paper."""
+    """The row with fewer epochs than in the paper."""
     return replace(
         row,
         setting=row.setting.but(epochs=min(_SHORT, row.setting.epochs)),
@@ -54,7 +54,7 @@ def _figure(name: str, title: str, *rows: Row, full: bool = False) -> Figure:
 def _against_flat(setting: Setting, parts: int) -> tuple[Row, ...]:
     """Flat per-example clipping and group norm, with the joint multiplier of a layerwise setting.
 
-    At the paper's rate, and at B times that: there the noise on an update is that of batch clipping.
+    Once at the paper's rate, and once at B times that rate, where the noise of an update is that of batch clipping.
     """
     assert setting.sigma is not None
     flat = setting.but(

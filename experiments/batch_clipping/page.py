@@ -14,12 +14,12 @@ from experiments.harness.verdicts import SEEDS
 
 
 def markdown(store: Store, quick: bool) -> str:
-    """The whole page: how it was made, each figure, the page at equal epsilon, appendix B."""
+    """The whole page: commands, each figure, the table at equal epsilon, appendix B."""
     lines = ["# Batch clipping: results", ""]
     if quick:
         lines += [
-            "**A quick run on small digits: it shows that everything works, and nothing else. The privacy of rows is "
-            "equal in the paper's networks, which have other numbers of layers.**",
+            "**A quick run on small digits, to check that everything runs. The privacy of rows is equal in the "
+            "paper's networks, which have other numbers of layers.**",
             "",
         ]
     lines += report.how(store)
@@ -71,13 +71,13 @@ def _equal(shown: Rows) -> list[str]:
         "",
         "BN-LeNet-5 in the norm that the row says, MNIST, Poisson batches, a record left out (zero-out). For each "
         "method and epsilon the best of the same trials by accuracy on a validation tenth; then trained anew with that "
-        "tenth, and tested once a seed. The choice of settings is not accounted for.",
+        "tenth, and tested once per seed. The choice of settings is not accounted for.",
         "",
         "| method | " + " | ".join(f"epsilon {b:g}" for b in budgets) + " |",
         "|---" * (1 + len(budgets)) + "|",
     ]
     known = {row for name, row, _ in shown if name == tuned.NAME}
-    for method in (method for method in tuned.METHODS if method in known):  # none that was withdrawn
+    for method in (method for method in tuned.METHODS if method in known):  # not the withdrawn ones
         entries = []
         for budget in budgets:
             entries.append(report.accuracy(conclusions.finals(shown.get((tuned.NAME, method, budget), []))))
@@ -102,7 +102,7 @@ def _conclusions(shown: Rows) -> list[str]:
 
 
 def _budgets() -> list[str]:
-    """Every setting of the paper with its true epsilon."""
+    """The settings of the paper with their true epsilons."""
     lines = [
         "## What the paper's settings guarantee",
         "",
@@ -118,8 +118,8 @@ def _budgets() -> list[str]:
         s = line.setting
         network = s.model + (", no norm" if s.norm == "none" else "")
         entries = (s.data, network, f"{s.sigma:g}", f"{s.batch_size}", f"{line.epochs}", f"{line.parts}")
-        epsilon = report.told(line.epsilon, line.multiplier)
-        proven = (epsilon, report.told(line.flat_epsilon), ", ".join(line.figures))
+        epsilon = report.epsilon_text(line.epsilon, line.multiplier)
+        proven = (epsilon, report.epsilon_text(line.flat_epsilon), ", ".join(line.figures))
         lines.append(f"| {' | '.join((*entries, *proven))} |")
     return [*lines, ""]
 

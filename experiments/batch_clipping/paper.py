@@ -1,4 +1,4 @@
-"""The batch-clipping paper's runs: its figures in the declared order, then the page at equal epsilon."""
+"""The runs of the batch-clipping paper: its figures, then the table at equal epsilon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUICK_METHODS = ("IC, flat, group norm", "BC, flat, batch norm", "BC, multiplier
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
-    """Every row and seed of the figures that are asked for, then the trials and tests at equal epsilon."""
+    """Every row and seed of the selected figures, then the trials and tests at equal epsilon."""
     for figure in FIGURES:
         if options.asks_for(figure.name) and (
             options.figures or not options.quick or figure.name in QUICK_FIGURES
@@ -31,7 +31,7 @@ def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
 
 
 def _tuned(options: Options, found: Mapping[str, Cell], method: str, epsilon: float) -> Iterator[Task]:
-    """Trials of one method on the validation part; when all are there, the best of them on the test part."""
+    """Trials of one method on the validation part; when all are finished, the best of them on the test part."""
     settings = tuned.trials(method, epsilon)[: QUICK_TRIALS if options.quick else None]
     trials = [_task(options, s, 0, "validation", tuned.NAME, method, epsilon) for s in settings]
     yield from trials

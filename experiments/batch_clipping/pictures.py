@@ -1,4 +1,4 @@
-"""Images as the paper's networks take them: 32 x 32, cropped and flipped for training, standardised."""
+"""Images in the form of the paper's networks: 32 x 32, cropped and flipped for training, standardised."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Pictures:
     """The parts of one data set, on a device.
 
     Attributes:
-        private: what is trained on.
+        private: the training part.
         public: the tenth that counts as public.
-        held_out: the part that a run is judged by: the test part or, while settings are chosen, the validation tenth.
-        look: the public facts of the images.
+        held_out: the evaluation part: the test part or, while settings are chosen, the validation tenth.
+        look: the public constants of the images.
     """
 
     private: TensorDataset
@@ -33,18 +33,18 @@ class Pictures:
     look: data.Look
 
     def centred(self, x_BCHW: Tensor) -> Tensor:
-        """For measuring: the image in the middle, standardised."""
+        """For evaluation: the centred image, standardised."""
         return self.look.standardised(F.pad(x_BCHW, [(SIDE - self.look.side) // 2] * 4))
 
     def views(self, count: int, augmented: bool, flipped: bool = True) -> Views:
-        """For training: random views of 32 x 32; without augmentation, the image in the middle."""
+        """For training: random views of 32 x 32; without augmentation, the centred image."""
         if augmented:
             return Views(count, Crop(SIDE, PADDING), *([Flip()] if flipped else []))
         return Views(count, lambda x, random: F.pad(x, [(SIDE - self.look.side) // 2] * 4))
 
 
 def pictures(name: str, folder: Path | None, device: torch.device, *, judged_by: str) -> Pictures:
-    """A data set cut into parts. `judged_by` is "test", or "validation" where the test part may not be read."""
+    """A data set split into parts. `judged_by` is "test", or "validation" while the test part must not be read."""
     is_validation = judged_by == "validation"
     parts = data.split(_at_hand(name, True, folder), validation=is_validation)
     held_out = parts.validation if is_validation else _at_hand(name, False, folder)

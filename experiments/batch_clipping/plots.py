@@ -15,7 +15,7 @@ from experiments.harness.store import Store
 
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
-    """A picture for each figure that has curves, one of layer norms, one of the page at equal epsilon."""
+    """A plot for each figure with curves, one of layer norms, one of the table at equal epsilon."""
     if not can_draw():
         return []
     shown = rows_of(store.cells.values(), quick)
@@ -33,7 +33,7 @@ def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
 
 
 def _curves(figure: Figure, rows: list[str], shown: Rows, file: Path) -> Path:
-    """Accuracy on the public tenth after each epoch, of the first seed."""
+    """Accuracy on the public tenth after each epoch, for the first seed."""
     with drawing(file, width=8, height=4) as canvas:
         axes = canvas.add_subplot()
         for row in rows:

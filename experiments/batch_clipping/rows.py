@@ -1,4 +1,4 @@
-"""Finished runs by row: of runs of several lengths the longest count."""
+"""Finished runs by row; only the runs with the most epochs count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rows = dict[tuple[str, str, float | None], list[Cell]]  # by figure, row and bud
 
 
 def rows_of(cells: Iterable[Cell], quick: bool) -> Rows:
-    """The runs of each row; a run may be in several figures. Of runs of several lengths only the longest count."""
+    """The runs of each row with the most epochs. A run may be in several figures."""
     found: Rows = {}
     for cell in cells:
         for place in cell["shown"]:
@@ -21,7 +21,7 @@ def rows_of(cells: Iterable[Cell], quick: bool) -> Rows:
 
 
 def epochs(cells: list[Cell], in_paper: int | None) -> str:
-    """How long the runs were, and of how many epochs that is a part."""
+    """The number of epochs of the runs, and of the paper if it has more."""
     full = in_paper or cells[0]["epochs_asked"]
     return f"{cells[0]['epochs']}" + (f" of {full}" if cells[0]["epochs"] < full else "")
 
@@ -32,7 +32,7 @@ def seeds(cells: list[Cell]) -> str:
 
 
 def _longest(runs: list[Cell]) -> list[Cell]:
-    """Finished runs go before unfinished ones."""
+    """Prefers finished runs."""
     finished = [cell for cell in runs if "accuracy" in cell] or runs
     most = max(cell["epochs"] for cell in finished)
     return [cell for cell in finished if cell["epochs"] == most]

@@ -1,4 +1,4 @@
-"""One training run as data: everything that decides its result but the seed."""
+"""One training run as data: everything that determines its result except the seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from experiments.harness.setting import Keyed
 
-# How the gradient is cut into parts, and whether that needs public data.
+# How the gradient is split into parts, and whether that needs public data.
 PARTS = {
     "all": False,  # full-gradient clipping
     "layerwise": False,  # equal bounds
@@ -25,24 +25,23 @@ class Setting(Keyed):
     """A training run.
 
     Attributes:
-        data, model, norm: by the names of `experiments.data` and `experiments.models`.
-        clip: "none" is training without privacy; "example" clips each example, "batch" the mean of a mini-set.
+        data, model, norm: names of `experiments.data` and `experiments.models`.
+        clip: "none" trains without privacy; "example" clips each example, "batch" the mean of a microbatch.
         parts: one of `PARTS`.
-        layers: what a layer is: "layer" (a module) or "tensor".
-        max_norm: C; where parts adapt, the master constant.
-        norm_decay: C is multiplied by this after each epoch.
-        sigma: the paper's: on part h the noise has standard deviation 2 C_h sigma, so that the joint multiplier is
-            sigma / sqrt(number of parts); or
-        epsilon: noise is calibrated to this budget.
+        layers: the unit that counts as a layer: "layer" (a module) or "tensor".
+        max_norm: C; for adaptive parts, the master constant.
+        norm_decay: the factor of C after each epoch.
+        sigma: the paper's sigma: the noise on part h has standard deviation 2 C_h sigma, so the joint multiplier is
+            sigma / sqrt(number of parts). Used unless there is an epsilon.
+        epsilon: the budget that noise is calibrated to.
         split: how noise is divided over parts.
         sampling: how batches are drawn.
-        batch_size, mini_sets, epochs, momentum: as they say.
-        learning_rate, decay: the rate, and by what it is multiplied after each epoch; or
-        noise_rate: the rate is such that an update's noise has this standard deviation on a coordinate.
-        augmented: whether images are cropped at random and, if `flipped`, flipped; views: how many views are averaged.
-        sparse_from: entries that go nowhere are frozen at the end of each epoch that begins after so many.
-        local_rate: mini-sets make local SGD steps with momentum 0.9 at this rate, and the change is clipped.
-        watches_norms: note the norms of layers after each epoch.
+        learning_rate, decay: the rate, and its factor after each epoch. Used unless there is a noise_rate.
+        noise_rate: the standard deviation of an update's noise on a coordinate, which sets the rate.
+        augmented: whether images are cropped at random and, if `flipped`, flipped; views: the number of views averaged.
+        sparse_from: number of epochs after which entries with small released gradients are frozen, after each epoch.
+        local_rate: the rate of local SGD steps with momentum 0.9 in each microbatch, of which the change is clipped.
+        watches_norms: record the norms of layers after each epoch.
     """
 
     NAMED = ("data", "model", "norm", "clip", "parts")
@@ -75,10 +74,10 @@ class Setting(Keyed):
 
     @property
     def is_private(self) -> bool:
-        """Whether anything is clipped and noised."""
+        """Whether the run clips and adds noise."""
         return self.clip != "none"
 
     @property
     def divisor(self) -> float:
-        """How many clipped vectors a sum is expected to have."""
+        """The expected number of clipped vectors in a sum."""
         return self.batch_size if self.clip == "example" else self.mini_sets

@@ -1,4 +1,4 @@
-"""From a setting to the strategy that trains it, and to its noise."""
+"""The strategy of a setting, and its noise."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def strategy(setting: Setting, pictures: Pictures) -> Strategy:
 
 
 def joint_multiplier(setting: Setting, model: nn.Module) -> float:
-    """z = sigma / sqrt(L) for L parts that are noised with 2 C_h sigma each, from the same sample.
+    """z = sigma / sqrt(L) for L parts with noise 2 C_h sigma each, from the same sample.
 
-    Where a unit takes part in one part only, z = sigma.
+    If a unit affects only one part, z = sigma.
     """
     assert setting.sigma is not None
     return setting.sigma / math.sqrt(number_of_parts(setting, model))
 
 
 def number_of_parts(setting: Setting, model: nn.Module) -> int:
-    """L: how many parts one unit moves."""
+    """L: the number of parts that one unit affects."""
     if setting.parts in ("layerwise", "enhanced", "zhang"):
         return len(group_parameters(setting.layers, dict(model.named_parameters())))
     return GROUPS if setting.parts == "groups" else 1
@@ -70,7 +70,7 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
         lambda model, x, y: losses_of(model, pictures.centred(x), y),
         name=f"a tenth of {setting.data}",
     )
-    # With batch norm a single example has no gradient of its own: norms are those of mini-sets.
+    # With batch norm there are no per-example gradients, so norms are measured over microbatches.
     size = setting.batch_size // setting.mini_sets
     question: dict[str, Any] = {"of": "example"}
     if setting.norm == "batch":
@@ -80,12 +80,12 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
     if setting.parts in ("enhanced", "zhang"):
         return Adaptive(public, kind=setting.parts, groups=setting.layers, **question)
     kind = "paper" if setting.parts == "multipliers-paper" else "optimal"
-    # So that max_norm can be tuned over the values of the other rows.
+    # With this scale max_norm has the same range of values as in the other rows.
     return Multipliers(public, kind=kind, groups=setting.layers, keep_length=True, **question)
 
 
 def _local_update(rate: float) -> Callable[[nn.Module, Any], None]:
-    """A few SGD steps with momentum over a mini-set, each on a share of it; what they change is clipped."""
+    """A few SGD steps with momentum, each on a share of a microbatch. `Batch` clips the total change."""
 
     def momentum_steps(model: nn.Module, mini_set: Any) -> None:
         x, y = mini_set

@@ -1,4 +1,4 @@
-"""Train one setting, and say what came out and what it cost."""
+"""Train one setting; return its accuracy and privacy cost."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from experiments.harness.paper import Options, Task
 from experiments.harness.training import losses_of
 
 DELTA = 1e-5
-_ROWS = 500  # that go through a model at a time, where nothing is trained
-_KEEP_AFTER = 10.0  # seconds since what is unfinished was kept last
+_ROWS = 500  # batch size of evaluation
+_KEEP_AFTER = 10.0  # seconds between checkpoints of an unfinished run
 
 
 def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> dict[str, Any]:
-    """A run on the data set that its setting names. What was kept of an earlier try is gone on with."""
+    """A run on the data set of its setting. It continues from the checkpoint of an earlier try, if there is one."""
     setting = task.setting
     assert isinstance(setting, Setting)
     with reading_data():
@@ -47,13 +47,13 @@ def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Pat
 def train(
     setting: Setting, pictures: Pictures, seed: int, deadline: Deadline, kept: Path | None = None
 ) -> dict[str, Any]:
-    """One run: accuracy on the part that it is judged by, read once; accuracy on the public part after each epoch.
+    """One run: accuracy on the evaluation part, read once; accuracy on the public part after each epoch.
 
-    The seed is of the first weights only. It is published, so noise, batches and crops do not come from it.
+    The seed determines only the initial weights. It is published, so noise, batches and crops do not come from it.
 
     Args:
-        kept: a file for what is unfinished, kept at the end of an epoch. A run that is stopped in the middle of one
-            goes on from the end of the one before. What came after that is lost; nobody has seen it.
+        kept: the checkpoint file of an unfinished run, written at the end of an epoch. A stopped run continues from
+            the last finished epoch; the later steps were not released.
     """
     device = pictures.private.tensors[0].device
     # The search for the fastest convolution pays where shapes repeat.
@@ -68,53 +68,53 @@ def train(
     trainer = (
         _Openly(setting, model, pictures) if not setting.is_private else _Privately(setting, model, pictures)
     )
-    told = _Told(**earlier["told"]) if earlier else _Told()
+    progress = _Progress(**earlier["told"]) if earlier else _Progress()
     if earlier:
         trainer.load_state_dict(earlier["trainer"])
     last_kept = start = time.perf_counter()
-    before = told.seconds
+    before = progress.seconds
     try:
-        while len(told.curve) < setting.epochs:
+        while len(progress.curve) < setting.epochs:
             began = time.perf_counter()
             model.train()
             trainer.epoch(deadline)
             trainer.decay()
-            told.curve.append(round(_accuracy(model, pictures, pictures.public), 4))
+            progress.curve.append(round(_accuracy(model, pictures, pictures.public), 4))
             if setting.watches_norms:
-                told.norms.append(_norms(model, pictures, setting.batch_size))
+                progress.norms.append(_norms(model, pictures, setting.batch_size))
             now = time.perf_counter()
-            told.seconds = before + now - start
-            # The next epoch takes as long as this one: is there time for it?
-            is_late = len(told.curve) < setting.epochs and deadline.left() < now - began
+            progress.seconds = before + now - start
+            # The next epoch takes about as long as this one. Stop if there is not enough time.
+            is_late = len(progress.curve) < setting.epochs and deadline.left() < now - began
             if kept is not None and (is_late or now - last_kept > _KEEP_AFTER):
-                state = {"model": model.state_dict(), "trainer": trainer.state_dict(), "told": vars(told)}
+                state = {"model": model.state_dict(), "trainer": trainer.state_dict(), "told": vars(progress)}
                 checkpoint.save(kept, state)
                 last_kept = now
             if is_late:
                 raise OutOfTimeError
     except OutOfTimeError:
-        raise OutOfTimeError(told.in_words()) from None
+        raise OutOfTimeError(progress.in_words()) from None
     trainer.settle()
     result = {
         "accuracy": _accuracy(model, pictures, pictures.held_out),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    result |= told.in_words() | trainer.cost()
+    result |= progress.in_words() | trainer.cost()
     if kept is not None:
         kept.unlink(missing_ok=True)
     return result
 
 
 @dataclass
-class _Told:
-    """What a run tells about itself on the way."""
+class _Progress:
+    """The values that a run reports so far."""
 
     curve: list[float] = field(default_factory=list)
     norms: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
 
     def in_words(self) -> dict[str, Any]:
-        """As results have it."""
+        """In the form of results."""
         found = {"public_accuracy_by_epoch": self.curve, "seconds": round(self.seconds, 1)}
         return found | ({"norms_by_epoch": self.norms} if self.norms else {})
 
@@ -125,7 +125,7 @@ def _loaded(name: str, folder: Path | None, device: torch.device, judged_by: str
 
 
 def _earlier(kept: Path | None) -> dict[str, Any]:
-    """What was kept of an earlier try; a file that cannot be read counts as none."""
+    """The checkpoint of an earlier try; empty if it cannot be read."""
     if kept is None or not kept.exists():
         return {}
     try:
@@ -143,17 +143,17 @@ class _Openly:
         self._optimizer = _optimizer(setting, model)
 
     def epoch(self, deadline: Deadline) -> None:
-        """Every record once."""
+        """One pass over all records."""
         x, y = self._pictures.private.tensors
         for rows in _pieces(torch.randperm(len(x)).to(x.device), self._setting.batch_size):
-            if len(rows) > 1:  # batch norm cannot take one
+            if len(rows) > 1:  # batch norm needs two rows
                 deadline.require()
                 self._optimizer.zero_grad()
                 self._losses(*self._ready(x[rows], y[rows])).mean().backward()  # type: ignore[no-untyped-call]
                 self._optimizer.step()
 
     def decay(self) -> None:
-        """The next epoch has a smaller rate."""
+        """Decay the learning rate for the next epoch."""
         for group in self._optimizer.param_groups:
             group["lr"] *= self._setting.decay
 
@@ -161,15 +161,15 @@ class _Openly:
         """Nothing is left to do."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model that going on takes."""
+        """The state to continue from, without the model."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
         self._optimizer.load_state_dict(state)
 
     def cost(self) -> dict[str, Any]:
-        """No privacy at all."""
+        """No privacy."""
         return {"epsilon": None, "why_no_epsilon": "no privacy"}
 
     def _ready(self, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,15 +178,15 @@ class _Openly:
         return views_KCHW.view(len(y_B), self._views.count, *views_KCHW.shape[1:]), y_B
 
     def _losses(self, x_BKCHW: Tensor, y_B: Tensor) -> Tensor:
-        """One loss an example, the mean over its views. It draws nothing and waits for nothing: it can be captured."""
+        """One loss per example, the mean over its views. It draws no random numbers, so it can be captured."""
         views = self._views
         return views.mean(losses_of(self._model, x_BKCHW.flatten(0, 1), views.labels(y_B)))
 
 
 class _Privately(_Openly):
-    """The same by the engine, in the fastest way that the strategy allows on the device.
+    """Private training with the fastest step of the strategy on the device.
 
-    That is a captured step, but for batch clipping in batches of random size.
+    That is a captured step, except for batch clipping in batches of random size.
     """
 
     def __init__(self, setting: Setting, model: nn.Module, pictures: Pictures) -> None:
@@ -206,7 +206,7 @@ class _Privately(_Openly):
             **budget,
         )
         if setting.noise_rate is not None:
-            # A scale on which strategies compare: what an update does to a weight by noise alone.
+            # The noise of an update on a weight is a scale on which strategies compare.
             rate = setting.noise_rate / _noise(self._private.parts(), setting.divisor, model)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -224,7 +224,7 @@ class _Privately(_Openly):
             self._step(ready, labels)
 
     def settle(self) -> None:
-        """Statistics of batch norm, for evaluation, from public images."""
+        """Set batch norm statistics for evaluation from public images."""
         if self._setting.norm == "batch":
             size = max(2, self._setting.batch_size // self._setting.mini_sets)
             batches = _pieces(self._pictures.public.tensors[0], size)
@@ -232,17 +232,17 @@ class _Privately(_Openly):
             self._private.declare_update("public", "statistics of batch norm from public images")
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the model that going on takes; no secret."""
+        """The state to continue from, without the model and without secrets."""
         return self._private.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with a fresh secret; the history comes along."""
+        """Restore the state and the history, with a fresh secret."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyWarning)
             self._private.load_state_dict(state)
 
     def cost(self) -> dict[str, Any]:
-        """What was spent, by PLD."""
+        """The privacy spent, by PLD."""
         with self._private as private:
             found = {"noise_multiplier": private.noise_multiplier, "parts": len(private.parts())}
             found |= {"steps": private.steps, "delta": DELTA, "learning_rate_at_last": self._rate()}
@@ -269,7 +269,7 @@ def _pieces(rows: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def _noise(parts: list[Part], divisor: float, model: nn.Module) -> float:
-    """The root mean square, over coordinates, of the noise's standard deviation on the gradient."""
+    """The root mean square over coordinates of the standard deviation of the noise on the gradient."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     square = 0.0
     for part in parts:
@@ -282,7 +282,7 @@ def _noise(parts: list[Part], divisor: float, model: nn.Module) -> float:
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, pictures: Pictures, dataset: TensorDataset) -> float:
-    """The share of images whose class is found. Without statistics of its own, batch norm takes those of 500 rows."""
+    """The share of correctly classified images. Batch norm without running statistics uses those of 500 rows."""
     model.eval()
     x, y = dataset.tensors
     found = torch.cat([model(pictures.centred(some)).argmax(1) for some in _pieces(x, _ROWS)])
@@ -290,7 +290,7 @@ def _accuracy(model: nn.Module, pictures: Pictures, dataset: TensorDataset) -> f
 
 
 def _norms(model: nn.Module, pictures: Pictures, size: int) -> dict[str, float]:
-    """The norm of each tensor's mean gradient, on average over public mini-sets."""
+    """The norm of each tensor's mean gradient, averaged over public microbatches."""
     was_training = model.training
     model.train()
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}

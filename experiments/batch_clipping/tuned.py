@@ -1,10 +1,9 @@
-"""All strategies at equal epsilon, each with the best of as many trials, chosen without the test part.
+"""All strategies at equal epsilon, each with the best of the same number of trials, chosen without the test part.
 
-MNIST and the paper's network for it, Poisson batches, a record left out (zero-out): one adjacency for all. A trial is a
-batch size and a walk: the standard deviation of what the noise of all updates, added up, does to a coordinate. With
-T steps an update has a share of walk / sqrt(T), which sets the learning rate. On that scale strategies and batch sizes
-compare, and all get the same walks. C needs no trials of its own: where nearly everything is clipped, only rate times
-C matters.
+MNIST and the paper's network for it, Poisson batches, zero-out adjacency for all. A trial is a batch size and a walk:
+the standard deviation of the total noise of all updates on a coordinate. With T steps an update has noise
+walk / sqrt(T), which sets the learning rate. Strategies and batch sizes compare on that scale, and all get the same
+walks. C needs no trials: where nearly everything is clipped, only rate times C matters.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from experiments.batch_clipping.setting import Setting
 from experiments.harness.store import Cell
 
 NAME = "equal-epsilon"
-EPSILONS = (3.0, 1.0, 8.0)  # in the order in which they are run
+EPSILONS = (3.0, 1.0, 8.0)  # in the order of the runs
 SEEDS = 3
 WALKS = (3e-3, 1e-2, 3e-2)
-_RECORDS = 54_000  # that are trained on in the end; a trial has a tenth less
+_RECORDS = 54_000  # of the final training; a trial has a tenth less
 
 _COMMON = Setting(
     data="mnist",
@@ -37,7 +36,7 @@ _COMMON = Setting(
 _EXAMPLE = _COMMON.but(clip="example", parts="all", norm="group")
 _BATCH = _COMMON.but(clip="batch", parts="all", norm="batch")
 
-# The rows that all others are measured by come first.
+# The baselines come first.
 METHODS: dict[str, Setting] = {
     "IC, flat, group norm": _EXAMPLE,
     "IC, flat, no norm": _EXAMPLE.but(norm="none"),
@@ -62,12 +61,12 @@ METHODS: dict[str, Setting] = {
 
 
 def batch_sizes(method: str) -> tuple[int, int]:
-    """Small batches suit a clipped mean, large ones clipped examples. A mini-set is not cut smaller than a batch."""
+    """Small batches for one clipped mean, large ones for clipped examples and for several microbatches."""
     return (128, 1024) if METHODS[method].mini_sets == 1 else (512, 1024)
 
 
 def trials(method: str, epsilon: float) -> list[Setting]:
-    """What is tried for one method: as many trials for each, in the same order."""
+    """The trials of one method: the same number for each, in the same order."""
     return [
         METHODS[method].but(epsilon=epsilon, batch_size=size, noise_rate=_rate(walk, size))
         for size in batch_sizes(method)
@@ -81,9 +80,9 @@ def _rate(walk: float, batch_size: int) -> float:
 
 
 def chosen(tried: Iterable[Cell]) -> str | None:
-    """The key of the setting that did best on the validation part; None where no trial came through.
+    """The key of the setting that did best on the validation part; None if every trial failed.
 
-    Runs may end in any order, so a tie is broken by the keys.
+    Runs may end in any order, so keys break ties.
     """
     found = [(float(cell["accuracy"]), str(cell["setting"])) for cell in tried if "accuracy" in cell]
     return max(found)[1] if found else None

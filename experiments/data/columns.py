@@ -1,4 +1,4 @@
-"""Tables as they are shipped: csv files, compressed, one column after another."""
+"""Tables from compressed csv files, by column."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def columns(name: str, folder: str | os.PathLike[str] | None = None) -> dict[str
 
     Args:
         name: of the file without its end, such as "adult_train" for `adult_train.csv.gz` or `.csv.xz`.
-        folder: of the data sets; without it, what the environment variable CLIPWISE_DATA names.
+        folder: of the data sets; by default that of the environment variable CLIPWISE_DATA.
     """
     place = folder_of(folder)
     for end, decompress in ((".csv.gz", gzip.decompress), (".csv.xz", lzma.decompress)):

@@ -1,4 +1,4 @@
-"""Columns of a table as numbers of a bounded length, by constants that are fixed beforehand."""
+"""Encoding of table columns as bounded numbers, by fixed constants."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Number:
-    """A quantity: [low, high] becomes [-1, 1], and what lies beyond counts as the end.
+    """A quantity: [low, high] becomes [-1, 1]; values outside are clamped.
 
     Attributes:
-        low, high: public constants, not the ends of the records at hand.
+        low, high: public constants, not computed from the records.
         logarithmic: on the scale sign(x) log(1 + |x| / unit), for amounts of money and other long tails.
         unit: of that scale.
     """
@@ -46,9 +46,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Levels:
-    """A choice: one feature a level, 1 at the level that a record has and 0 elsewhere.
+    """One-hot encoding of a categorical column.
 
-    A value that is not in the public list gives 0 everywhere: to refuse it would tell of the record.
+    A value that is not in the public list gives 0 everywhere: an error would reveal something about the record.
     """
 
     levels: tuple[str, ...]

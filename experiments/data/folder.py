@@ -1,4 +1,4 @@
-"""Where data sets lie that do not ship with clipwise."""
+"""The folder of data sets that do not ship with clipwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VARIABLE = "CLIPWISE_DATA"
 
 
 def folder_of(given: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that is given or, without it, that the environment variable CLIPWISE_DATA names."""
+    """The given folder, or that of the environment variable CLIPWISE_DATA."""
     named = given or os.environ.get(VARIABLE)
     if not named:
         raise ConfigurationError(
@@ -25,7 +25,7 @@ def folder_of(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def require_file(file: Path, dataset: str) -> Path:
-    """The file, or an error that says which one is missing of which data set."""
+    """The file; raises with the names of the file and data set if it is missing."""
     if not file.is_file():
         raise ConfigurationError(
             f"Data set {dataset!r} is not complete: the folder of data sets holds no {file.parent.name}/{file.name}."

@@ -25,14 +25,13 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Look:
-    """What is public about a set of images.
+    """Public constants of a set of images.
 
     Attributes:
         channels: 1 for grey, 3 for colour.
         side: height and width.
-        mean: of each channel, and
-        deviation: the constants that pixels are standardised with. They are fixed: the usual ones of the public
-            set, never computed from the records at hand.
+        mean, deviation: constants per channel that pixels are standardised with: the usual ones of the public set,
+            not computed from the records.
     """
 
     channels: int
@@ -58,7 +57,7 @@ LOOKS = {
 
 
 def look(name: str) -> Look:
-    """The public facts of a data set."""
+    """The public constants of a data set."""
     one_of("data", name, LOOKS)
     return LOOKS[name]
 
@@ -69,8 +68,8 @@ def images(name: str, train: bool, folder: str | os.PathLike[str] | None = None)
     Args:
         name: "digits", which ships with clipwise, or "mnist", "fashion_mnist", "kmnist" (its test part only) or
             "cifar10" of a folder.
-        train: which part to give.
-        folder: of the data sets; without it, what the environment variable CLIPWISE_DATA names.
+        train: the training part or the test part.
+        folder: of the data sets; by default that of the environment variable CLIPWISE_DATA.
 
     Returns:
         Images, float32 [N, C, H, W] from 0 to 1, and labels, int64 [N].

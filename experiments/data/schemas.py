@@ -1,7 +1,7 @@
-"""What is public about seven tables: their columns, with ranges and levels that no record at hand decides.
+"""Public schemas of seven tables: columns, ranges and levels that do not depend on the records.
 
-Levels are those that the publishers' descriptions list. Ranges are round numbers for what a column measures. They were
-written down by people who know these public tables; whoever has private records writes them down before looking.
+Levels are those in the publishers' descriptions. Ranges are round numbers for what a column measures. For private
+records they must be fixed before looking at the data.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Schema:
     """One table.
 
     Attributes:
-        title: how people call it.
-        files: the names of its files, without their ends, one after another.
-        label: the column to be predicted.
-        classes: its values, in the order of their numbers.
-        columns: how each column is encoded; columns that are not named are left out,
-        others: unless this says how.
-        note: what a reader of results must know.
+        title: its name in results.
+        files: the names of its files, without extensions.
+        label: the column to predict.
+        classes: the values of the label, in the order of their numbers.
+        columns: the encoding of each column.
+        others: the encoding of other columns; None leaves them out.
+        note: a remark for readers of results.
     """
 
     title: str

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 PARTS = 10
 _PUBLIC, _VALIDATION = 0, 1
-_KEY = 20_231  # public, and the same for ever
+_KEY = 20_231  # public and constant
 
 
 class Split(NamedTuple):
@@ -24,16 +24,15 @@ class Split(NamedTuple):
 def split(dataset: TensorDataset, *, validation: bool = False) -> Split:
     """A random tenth is declared public; with `validation`, another tenth is kept for choosing settings.
 
-    The split goes by position alone: it looks at no image and no label, so it costs no privacy. Positions are drawn
-    from a fixed key. Every tenth record would not do: files are not always in random order (MNIST's even and odd
-    records come from different writers). In an experiment the public tenth stands for data that anybody may see; of
-    real private data no tenth is public.
+    The split depends only on positions, so it costs no privacy. Positions are drawn from a fixed key, because files are
+    not always in random order (MNIST's even and odd records come from different writers). The public tenth stands for
+    public data; real private data has no public tenth.
 
     Args:
         dataset: the training set.
         validation: whether to keep the validation tenth apart. Without it, it is empty and its records are private.
     """
-    # numpy promises the words of a bit generator, so that this order is the same everywhere.
+    # numpy guarantees the output of a bit generator, so this order is the same everywhere.
     order = np.argsort(np.random.Philox(key=_KEY).random_raw(len(dataset)), kind="stable")
     place = torch.empty(len(dataset), dtype=torch.long)
     place[torch.from_numpy(order)] = torch.arange(len(dataset)) % PARTS

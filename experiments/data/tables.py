@@ -23,15 +23,15 @@ TEST_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Table:
-    """One table, cut in two.
+    """One table, split in two.
 
     Attributes:
         train, test: features, float32 [N, D], numbers in [-1, 1] and levels one-hot, and labels, int64 [N].
         features: the names of the D features.
-        classes: what the labels stand for.
-        input_norm: a public norm for clipping inputs: sqrt(sum of what the square of each column usually is). It
-            follows from the kinds of the columns alone.
-        note: what a reader of results must know, or nothing.
+        classes: the names of the labels.
+        input_norm: a public norm for clipping inputs: sqrt(sum of the typical square of each column). It depends only
+            on the kinds of the columns.
+        note: a remark for readers of results, or empty.
     """
 
     train: TensorDataset
@@ -53,8 +53,8 @@ def table(name: str, folder: str | os.PathLike[str] | None = None, seed: int = 0
     Args:
         name: "adult", "naticusdroid", "breast_cancer", "credit_default", "students_dropout", "german_credit" or
             "nursery".
-        folder: of the data sets; without it, what the environment variable CLIPWISE_DATA names.
-        seed: of the test part. It goes by position alone.
+        folder: of the data sets; by default that of the environment variable CLIPWISE_DATA.
+        seed: of the test part, which depends only on positions.
     """
     about = schema(name)
     raw = _joined([columns(file, folder) for file in about.files])
@@ -74,9 +74,9 @@ def table(name: str, folder: str | os.PathLike[str] | None = None, seed: int = 0
 
 
 def cut(dataset: TensorDataset, share: float, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """The rest, and a share of the records. By position alone: it looks at no record, and costs no privacy."""
+    """The rest, and a share of the records. It depends only on positions, so it costs no privacy."""
     count = len(dataset)
-    # numpy promises the words of a bit generator, so that this order is the same everywhere.
+    # numpy guarantees the output of a bit generator, so this order is the same everywhere.
     order = np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
     is_cut = torch.zeros(count, dtype=torch.bool)
     is_cut[torch.from_numpy(order[: round(share * count)])] = True

@@ -41,10 +41,10 @@ def texts(
 
     Args:
         name: "ag_news" (news in 4 classes; a sample of 10,000 to train on) or "imdb" (reviews in 2 classes).
-        train: which part to give.
-        folder: of the data sets; without it, what the environment variable CLIPWISE_DATA names.
-        length: how many words of a text are kept.
-        buckets: how many ids there are.
+        train: the training part or the test part.
+        folder: of the data sets; by default that of the environment variable CLIPWISE_DATA.
+        length: the number of words of a text that are kept.
+        buckets: the number of ids.
 
     Returns:
         Ids, int64 [N, length] from 0 to buckets - 1, and labels, int64 [N].

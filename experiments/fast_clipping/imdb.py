@@ -28,11 +28,11 @@ from . import report
 from .texts import BUCKETS, LENGTH, PADDING, read
 
 LEARNING_RATE, MAX_NORM, DELTA = 1e-3, 1.0, 1e-5
-Trained = tuple[nn.Module, dict[str, Any]]  # a model and what it cost
+Trained = tuple[nn.Module, dict[str, Any]]  # a model and its privacy cost
 
 
 class Transformer(Reader):
-    """The one-block model of the benchmarks, with a mean over words alone: texts differ in length."""
+    """The one-block model of the benchmarks, with a mean over words without padding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, classes)."""
@@ -42,19 +42,19 @@ class Transformer(Reader):
 
 
 def build(seed: int, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with frozen word vectors and first weights from a public seed, and its optimizer."""
+    """A model with frozen word vectors and initial weights from a public seed, and its optimizer."""
     torch.manual_seed(seed)
     model = Transformer(Tokens(LENGTH, BUCKETS)).to(device)
     return model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], LEARNING_RATE)
 
 
 def loss(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    """One loss a text."""
+    """One loss per text."""
     return F.cross_entropy(model(ids), labels, reduction="none")
 
 
 def require_accepted(device: torch.device) -> None:
-    """Behind a frozen embedding no gradient shows a coupling of texts: look for it on synthetic ones."""
+    """Check on synthetic texts that texts are independent: behind a frozen embedding no gradient would show it."""
     ids, labels = Tokens(LENGTH, BUCKETS).draw(4)
     ids[0, LENGTH // 2 :] = PADDING
     found = clipwise.check(build(0, device)[0], loss, (ids.to(device), labels.to(device)))
@@ -98,14 +98,14 @@ def train_openly(train: TensorDataset, seed: int, options: argparse.Namespace) -
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """The share of texts whose class is found."""
+    """The share of correctly classified texts."""
     ids, labels = test.tensors
     found = torch.cat([model(some).argmax(1) for some in ids.split(500)])
     return float((found == labels).double().mean())
 
 
 def run(options: argparse.Namespace) -> None:
-    """Every seed without privacy and at every epsilon. A finished run is on disk at once."""
+    """Run every seed without privacy and at every epsilon. Each finished run is written to disk at once."""
     device = device_of(options.device)
     train, test = (read(options.data, split, device) for split in ("train", "test"))
     require_accepted(device)
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> None:
                 model, cost = train_openly(train, seed, options)
             else:
                 model, cost = train_privately(train, budget, seed, options)
-            # The only look at the test texts: nothing is chosen by it.
+            # The only use of the test texts: they choose nothing.
             results["runs"].append({"budget": budget, "seed": seed, "accuracy": accuracy(model, test)} | cost)
             report.write(options.out, results)
             print(results["runs"][-1], flush=True)

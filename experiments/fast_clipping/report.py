@@ -39,7 +39,7 @@ def _markdown(results: dict[str, Any]) -> str:
 
 
 def _row(runs: list[dict[str, Any]]) -> str:
-    """The runs with one budget; what is shown as spent is the most that any of them spent."""
+    """The runs with one budget, with the largest epsilon that one spent."""
     costs = [run["spent"] for run in runs if run["spent"] is not None]
     found = [run["accuracy"] for run in runs]
     privacy = "none"

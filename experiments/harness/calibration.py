@@ -1,4 +1,4 @@
-"""The noise for a budget, found once: many trials share a rate, a number of steps and an epsilon."""
+"""Noise multipliers for budgets, cached: many trials share a rate, a number of steps and an epsilon."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from clipwise.ledger.durable_files import replace_file
 def multiplier(
     epsilon: float, delta: float, sample_rate: float, steps: int, folder: Path | None = None
 ) -> float:
-    """The noise multiplier with which so many Poisson steps are (epsilon, delta)-private.
+    """The noise multiplier with which `steps` Poisson steps are (epsilon, delta)-private.
 
     Args:
-        folder: a place that processes share, so that each budget is calibrated once.
+        folder: a cache that processes share.
     """
     return _found(epsilon, delta, sample_rate, steps, None if folder is None else str(folder))
 

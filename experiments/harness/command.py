@@ -1,4 +1,4 @@
-"""The front end that `python -m experiments` and `python -m benchmarks` share: a name, then its own options."""
+"""The front end of `python -m experiments` and `python -m benchmarks`: a command name, then its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Main = Callable[[Sequence[str]], object]
 
 @dataclass(frozen=True)
 class Command:
-    """A module with `main(arguments)`, and a line about it."""
+    """A module with `main(arguments)`, and its help line."""
 
     module: str
     line: str
@@ -33,14 +33,14 @@ def dispatch(
 
     Args:
         program: `python -m ...`.
-        commands: from a name to a line about it and its main function, which may return an exit code.
+        commands: from a name to its help line and main function, which may return an exit code.
         arguments: the name and the options of that command.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         widest = max(map(len, commands))
         lines = [f"  {name:<{widest}}  {line}" for name, (line, _) in commands.items()]
         print("\n".join([f"usage: {program} NAME [options]", "", about, "", *lines]))
-        print(f"\n{program} NAME --help lists the options of one.")
+        print(f"\n{program} NAME --help lists the options of a command.")
         return 0
     name, *rest = arguments
     try:
@@ -53,7 +53,7 @@ def dispatch(
 
 
 def parser_of(program: str, about: str | None) -> argparse.ArgumentParser:
-    """Of one command. `about` is the docstring of its module."""
+    """The parser of a command. `about` is the docstring of its module."""
     return argparse.ArgumentParser(
         prog=program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Pictures that come out the same from the same results, by matplotlib where it is installed."""
+"""Deterministic plots, drawn by matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ LEFT_OUT = (
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextmanager
 def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
-    """An empty figure, so many inches large, which is written to the file in the end.
-
-    Names inside the file are not random, and it has no date.
-    """
+    """An empty figure (size in inches), written to the file at the end, without random ids and dates."""
     matplotlib = _matplotlib()
     with matplotlib.rc_context({"svg.hashsalt": file.stem, "font.size": 8}):
         canvas = importlib.import_module("matplotlib.figure").Figure(
@@ -38,7 +35,7 @@ def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def picture(file: Path, draw: Callable[[Any], bool]) -> list[Path]:
-    """Let a function draw on an empty figure, in the style of `clipwise.report.plots`; no file if it draws nothing."""
+    """Draw with a function in the style of `clipwise.report.plots`; writes no file if it draws nothing."""
     matplotlib = _matplotlib()
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         canvas = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
@@ -53,6 +50,6 @@ def _matplotlib() -> Any:
         return importlib.import_module("matplotlib")
     except ImportError as error:
         raise ConfigurationError(
-            "Plots need matplotlib, which is not installed: pip install 'clipwise-dp[plots]'. The tables need "
-            "nothing and are written."
+            "Plots need matplotlib, which is not installed: pip install 'clipwise-dp[plots]'. The tables are "
+            "written without it."
         ) from error

@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""The hardware and software of a measurement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "numpy", "opacus")
 
 
 def device_of(name: str) -> torch.device:
-    """`cpu` or `cuda`, or an error that says what is there."""
+    """The device of a name, `cpu` or `cuda`; raises if it is not available."""
     if name not in ("cpu", "cuda"):
         raise ConfigurationError(f"device={name!r} is not known: use 'cpu' or 'cuda'.")
     if name == "cuda" and not torch.cuda.is_available():
@@ -30,10 +30,7 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def at_its_best(device: torch.device) -> Iterator[None]:
-    """torch as whoever wants speed sets it up: on CUDA tf32, and the fastest convolution algorithms.
-
-    Restored afterwards. On the CPU nothing changes.
-    """
+    """Set torch's switches for speed on CUDA (tf32, fastest convolution algorithms); restores them afterwards."""
     if device.type != "cuda":
         yield
         return
@@ -49,9 +46,9 @@ def at_its_best(device: torch.device) -> Iterator[None]:
 
 
 def keep_memory() -> None:
-    """Let this process keep what it frees: which of two steps waits for new pages is chance, and takes half of a step.
+    """Make this process keep the memory that it frees: waiting for new pages takes up to half of a step, at random.
 
-    For measurements only, and for the rest of the process. Does nothing where the C library is not glibc.
+    For measurements only; lasts until the process ends. Does nothing if the C library is not glibc.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # of mallopt
@@ -61,7 +58,7 @@ def keep_memory() -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions, in plain types. Results are comparable where all of this is the same."""
+    """Hardware and versions, in plain types. Results with equal environments are comparable."""
     found: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_name(),

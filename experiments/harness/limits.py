@@ -1,4 +1,4 @@
-"""Why a run or a measurement has no result, and limits so that none takes the time of all others."""
+"""Time limits of runs and measurements, and reasons why one has no result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from clipwise.errors import ClipwiseError, ConfigurationError
 
 
-class TooSlow(Exception):  # noqa: N818 (a limit that was set, no mistake)
+class TooSlow(Exception):  # noqa: N818 (a limit, not an error)
     """The limit on the time of a measurement has passed."""
 
 
@@ -23,7 +23,7 @@ class OutOfTimeError(Exception):
     """The time is up in the middle of a run.
 
     Attributes:
-        progress: what can be reported of the run so far.
+        progress: the values that the run reports so far.
     """
 
     def __init__(self, progress: dict[str, Any] | None = None) -> None:
@@ -32,7 +32,7 @@ class OutOfTimeError(Exception):
 
 
 class MissingDataError(Exception):
-    """A data set is not there: that ends the command, and is no result of a run."""
+    """A data set is missing. This ends the command; it is not the result of a run."""
 
     def __init__(self, reason: ConfigurationError) -> None:
         super().__init__(str(reason))
@@ -41,7 +41,7 @@ class MissingDataError(Exception):
 
 @contextmanager
 def reading_data() -> Iterator[None]:
-    """What is refused inside the block is a data set that is not there."""
+    """Raise configuration errors inside the block as `MissingDataError`."""
     try:
         yield
     except ConfigurationError as error:
@@ -52,7 +52,7 @@ def reading_data() -> Iterator[None]:
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise `TooSlow` inside the block when the time is up, between two operations.
 
-    Signals reach the main thread alone: elsewhere nothing is limited.
+    Signals reach only the main thread: other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -77,7 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """In one line, why a method gave no result."""
+    """The reason of a failure in one line."""
     if is_out_of_memory(error):
         return "out of memory"
     if isinstance(error, TooSlow):
@@ -87,7 +87,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Deadline:
-    """When the time for the whole run is up; None is never."""
+    """The end of the time for the whole command; None for no limit."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds

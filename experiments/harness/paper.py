@@ -1,4 +1,4 @@
-"""What a paper is to `python -m experiments`: which runs it asks for, how one is trained, and the page of results."""
+"""A paper for `python -m experiments`: its runs, how a run is trained, and the page of results."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ _TABLE = "table-"
 
 
 def of_table(name: str) -> str:
-    """The name among figures of a table."""
+    """The name of a table in the list of figures."""
     return f"{_TABLE}{name}"
 
 
 def asked_for(figures: Iterable[str], tables: Iterable[str]) -> tuple[str, ...]:
-    """Figures and tables, under their names among figures."""
+    """Figures and tables, by their names in the list of figures."""
     return (*figures, *map(of_table, tables))
 
 
 def argument(figure: str) -> tuple[str, str]:
-    """How the command is told of it: ("table", "5") for `table-5`, ("figure", "1") for `1`."""
+    """The option and value of a figure: ("table", "5") for `table-5`, ("figure", "1") for `1`."""
     return ("table", figure.removeprefix(_TABLE)) if figure.startswith(_TABLE) else ("figure", figure)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command was asked for.
+    """The options of the command.
 
     Attributes:
-        paper: by its name.
+        paper: its name.
         out: the folder of the results.
         figures: figures, and tables as `table-NAME`; all if empty.
         data: the folder of data sets.
-        seeds: how many runs of each row, in place of what a figure or table has.
-        epochs: at most so many, in place of what a row has.
-        quick: few rows, on the digits that ship with clipwise: shows that it works, not how well.
-        budget_seconds: stop after this time; what is not finished goes on later.
-        workers: how many runs at a time, each in a process of its own.
-        retry: run again what failed.
-        take: other folders of results, whose runs are taken over.
-        only: a text: rows whose name does not have it are left out, so that machines can share a grid.
+        seeds: the number of runs per row, instead of that of the figure or table.
+        epochs: the maximum number of epochs, instead of that of the row.
+        quick: run few rows on the digits that ship with clipwise, as a check.
+        budget_seconds: stop after this time; unfinished runs continue later.
+        workers: the number of runs at a time, each in its own process.
+        retry: run failed runs again.
+        take: other folders of results to copy runs from.
+        only: run only rows with this text in their names, so that machines can share a grid.
     """
 
     paper: str
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def command(self) -> str:
-        """Without the names of folders, which mean nothing elsewhere."""
+        """The command, without the names of folders."""
         words = [f"python -m experiments {self.paper}", *map(_as_option, self.figures)]
         words += ["--data DIR"] if self.data else []
         words += [f"--device {self.device}"]
@@ -74,13 +74,13 @@ class Options:
         return " ".join([*words, *(["--quick"] if self.quick else [])])
 
     def asks_for(self, figure: str) -> bool:
-        """Whether a figure is wanted."""
+        """Whether a figure is selected."""
         return not self.figures or figure in self.figures
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is shown: one run may be in several places."""
+    """A place in the results. A run may have several places."""
 
     figure: str
     row: str
@@ -89,7 +89,7 @@ class Place:
     budget: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """In plain types, without what is not there."""
+        """In plain types, without missing values."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -99,25 +99,25 @@ def _as_option(figure: str) -> str:
 
 
 class AnySetting(Protocol):
-    """What a paper's settings have, whatever else they say."""
+    """The common part of all settings."""
 
     @property
     def key(self) -> str:
-        """A name that no other setting has."""
+        """A unique name."""
 
     @property
     def epochs(self) -> int:
-        """How long a run is."""
+        """The number of epochs of a run."""
 
 
 def key_of(setting: AnySetting, judged_by: str, seed: int) -> str:
-    """Under which a run lies in the store."""
+    """The key of a run in the store."""
     return f"{judged_by} {setting.key} seed={seed}"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One run: a setting and a seed, what it is judged by ("test" or "validation"), and where it is shown."""
+    """One run: a setting, a seed, its evaluation part ("test" or "validation"), and its place in the results."""
 
     setting: AnySetting
     seed: int
@@ -126,11 +126,11 @@ class Task:
 
     @property
     def key(self) -> str:
-        """Rows of several figures that are the same run share it."""
+        """The key of the run. Equal runs of several figures share it."""
         return key_of(self.setting, self.judged_by, self.seed)
 
 
-# From a task, the options, the time that is left and a place for what is unfinished to a result.
+# From a task, the options, the deadline and a checkpoint path of an unfinished run to a result.
 Train = Callable[[Task, Options, Deadline, Path], Cell]
 
 
@@ -139,14 +139,14 @@ class Paper:
     """A paper's experiments.
 
     Attributes:
-        name: as the command calls it.
-        figures: the names of what can be asked for, in the order in which it is run; tables as `table-NAME`.
-        tasks: the runs that can begin now, in the order of their importance, from the options and the finished runs by
-            key. It is asked again whenever a run ends: what is chosen by results appears when these are there.
-        train: one run. It lies at the top of a module, so that other processes can find it.
+        name: its name on the command line.
+        figures: the names of figures, in the order of the runs; tables as `table-NAME`.
+        tasks: the runs that can start now, in order of importance, from the options and the finished runs by key.
+            Called again whenever a run ends, because some runs depend on results.
+        train: trains one run. A function at module level, so that other processes can import it.
         page: the results as Markdown. The flag is whether it is the page of quick runs.
-        plots: writes pictures into a folder, and returns the files.
-        takes_epochs: whether runs may be cut to fewer epochs.
+        plots: writes plots into a folder, and returns the files.
+        takes_epochs: whether `--epochs` may shorten runs.
     """
 
     name: str

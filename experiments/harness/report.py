@@ -1,4 +1,4 @@
-"""Pieces of pages of results: rows of runs, accuracies with their errors, epsilons, and where it all was made."""
+"""Pieces of pages of results: rows of runs, accuracies with their errors, epsilons, commands and environments."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from clipwise.accounting.composition import SMALLEST_NOISE
 from clipwise.privacy import rounded_up
 from experiments.harness.store import Cell, Store
 
-_NO_PRIVACY = 20.0  # beyond this an epsilon promises nothing that matters
+_NO_PRIVACY = 20.0  # an epsilon above this gives no useful guarantee
 
 
 def in_short(cell: Cell) -> str:
-    """A run in a line."""
+    """A run in one line."""
     if "accuracy" not in cell:
         return _why_none(cell)
-    speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms a step)" if cell.get("steps") else ""
+    speed = f" ({1000 * cell['seconds'] / cell['steps']:.1f} ms per step)" if cell.get("steps") else ""
     cost = epsilon([cell])
     cost = f"epsilon {cost}" if cell.get("epsilon") is not None else cost
     return f"{cell['accuracy']:.1%}, {cost}, {cell['seconds']:.0f} s{speed}"
 
 
 def accuracy(cells: list[Cell]) -> str:
-    """Mean and standard error in percent, or why there is none."""
+    """Mean and standard error in percent, or the reason why there is none."""
     found = accuracies(cells)
     if not found:
         return _why_none(cells[0]) if cells else "not run"
@@ -33,26 +33,26 @@ def accuracy(cells: list[Cell]) -> str:
 
 
 def accuracies(cells: list[Cell]) -> list[float]:
-    """Of the runs that have one, in percent."""
+    """The accuracies of finished runs, in percent."""
     return [100 * cell["accuracy"] for cell in cells if "accuracy" in cell]
 
 
 def standard_error(found: list[float]) -> float:
-    """s / sqrt(n); 0 where one run tells nothing."""
+    """s / sqrt(n); 0 for a single run."""
     return statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
 
 
 def epsilon(cells: list[Cell]) -> str:
-    """The most that any of them spent."""
+    """The largest epsilon that a run spent."""
     found = [cell["epsilon"] for cell in cells if cell.get("epsilon") is not None]
     if not found:
         return next((str(cell["why_no_epsilon"]) for cell in cells if "why_no_epsilon" in cell), "")
     noise = [cell["noise_multiplier"] for cell in cells if "noise_multiplier" in cell]
-    return told(max(found), min(noise, default=math.inf))
+    return epsilon_text(max(found), min(noise, default=math.inf))
 
 
-def told(value: float, noise_multiplier: float = math.inf) -> str:
-    """An epsilon, whether it promises anything, and whether it is of another accountant than PLD."""
+def epsilon_text(value: float, noise_multiplier: float = math.inf) -> str:
+    """An epsilon, with marks if it gives no useful guarantee and if it is not by PLD."""
     if value < _NO_PRIVACY:
         return rounded_up(value)
     if noise_multiplier < SMALLEST_NOISE:

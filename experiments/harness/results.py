@@ -1,4 +1,4 @@
-"""Finished runs by where they are shown, and means of several seeds with their errors."""
+"""Finished runs by place in the results, and means over seeds with their errors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from experiments.harness import report
 from experiments.harness.store import Cell
 
-CLEAR = 2.0  # standard errors beyond which a difference is taken for one
+CLEAR = 2.0  # standard errors above which a difference counts
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A mean in percent and its standard error; None where one run does not tell."""
+    """A mean in percent and its standard error, which is None for a single run."""
 
     mean: float
     error: float | None
@@ -34,19 +34,19 @@ class Measured:
         return f"{self.mean:+.{digits}f}{error}"
 
     def exceeds(self, value: float) -> bool | None:
-        """Whether it is clearly above; None where no error is known."""
+        """Whether it is clearly above the value; None without a standard error."""
         return None if self.error is None else self.mean - value > CLEAR * self.error
 
     @property
     def verdict(self) -> int:
-        """Of a difference: 1 if the first is better, -1 if the second is, 0 if this is open."""
+        """For a difference: 1 if the first is better, -1 if the second is, 0 if neither is clear."""
         if self.error is None or abs(self.mean) <= CLEAR * self.error:
             return 0
         return 1 if self.mean > 0 else -1
 
 
 def measured(cells: Sequence[Cell]) -> Measured | None:
-    """Of the runs that came through; None if there are none."""
+    """The mean over finished runs; None if there are none."""
     found = report.accuracies(list(cells))
     if not found:
         return None
@@ -54,7 +54,7 @@ def measured(cells: Sequence[Cell]) -> Measured | None:
 
 
 class Shown:
-    """Runs by figure, row and budget, of quick pages or of the others."""
+    """Runs by figure, row and budget, either quick runs or full ones."""
 
     def __init__(self, cells: Mapping[str, Cell], quick: bool) -> None:
         self.cells, self.quick = cells, quick
@@ -74,6 +74,6 @@ class Shown:
         return self._shown.get((figure, row, epsilon), [])
 
     def tested_at(self, figure: str, row: str, epsilon: float | None) -> list[Cell]:
-        """Runs of a place on the test part that came through, in the order of their seeds."""
+        """Finished test runs of a place, in the order of their seeds."""
         found = [c for c in self.at(figure, row, epsilon) if c["judged_by"] == "test" and "accuracy" in c]
         return sorted(found, key=lambda cell: int(cell["seed"]))

@@ -1,4 +1,4 @@
-"""`python -m experiments PAPER`: run what is missing of a paper's grid, in the declared order, and write its page."""
+"""`python -m experiments PAPER`: run the missing runs of a paper in order, and write its page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 def reproduce(options: Options, say: Say) -> Store:
-    """Run what is missing and write results.json, results.md and, where matplotlib is, plots."""
+    """Run the missing runs; write results.json, results.md and, if matplotlib is installed, plots."""
     paper = paper_of(options.paper)
     _require_known(paper, options)
     store = Store(options.out)
@@ -34,7 +34,7 @@ def reproduce(options: Options, say: Say) -> Store:
     try:
         _run(paper, options, store, say)
     except BaseException:
-        if store.cells:  # a page without a single run, as where data is missing, would only look like results
+        if store.cells:  # no page without runs, for example if data is missing
             _write_page(paper, options, store, say)
         raise
     _write_page(paper, options, store, say)
@@ -60,13 +60,13 @@ def _require_known(paper: Paper, options: Options) -> None:
         raise ConfigurationError(f"seeds={options.seeds} is not possible: give 1 or more, or leave it out.")
     if options.epochs is not None and not paper.takes_epochs:
         raise ConfigurationError(
-            f"--epochs is not possible with {paper.name}, where the number of epochs is part of what is compared: "
-            "leave it out. --budget-seconds ends the command in time, and --quick is short."
+            f"--epochs is not possible with {paper.name}, because runs with other numbers of epochs do not compare: "
+            "leave it out. To shorten the command, use --budget-seconds or --quick."
         )
 
 
 def _require_rows(paper: Paper, options: Options, store: Store) -> None:
-    """A text that is in no row's name would run nothing, and say nothing."""
+    """Raise if no row has the text of `--only` in its name."""
     rows = [task.place.row for task in paper.tasks(options, store.cells)]
     if not any(options.only in row for row in rows):
         raise ConfigurationError(
@@ -75,7 +75,7 @@ def _require_rows(paper: Paper, options: Options, store: Store) -> None:
 
 
 def _run(paper: Paper, options: Options, store: Store, say: Say) -> None:
-    """Until nothing is missing or the time is up."""
+    """Run until nothing is missing or the time is up."""
     deadline = Deadline(options.budget_seconds)
     grid = _Grid(paper, options, store)
     running: dict[Future[Cell], Task] = {}
@@ -100,18 +100,18 @@ def _run(paper: Paper, options: Options, store: Store, say: Say) -> None:
                 where = f"{task.place.figure}: {task.place.row}"
                 say(f"{where}, {task.judged_by}, seed {task.seed}: {report.in_short(cell)}")
     if not grid.is_complete:
-        say("the time is up: the same command goes on where it stopped")
+        say("the time is up: the same command continues where it stopped")
 
 
 class _Grid:
-    """What there is to run, and what was found."""
+    """The runs of a paper and their results."""
 
     def __init__(self, paper: Paper, options: Options, store: Store) -> None:
         self._paper, self._options, self._store = paper, options, store
         self._tried: set[str] = set()
 
     def next(self, running: set[str]) -> Task | None:
-        """The next run that is missing and is not under way; runs that are there are shown in all their places."""
+        """The next run that is missing and not running. Adds the places of finished runs to the store."""
         for task in self._tasks():
             if task.key in running:
                 continue
@@ -130,18 +130,18 @@ class _Grid:
         )
 
     def finished(self, task: Task, cell: Cell) -> None:
-        """Keep what a run found."""
+        """Store the result of a run."""
         self._tried.add(task.key)
         if "unfinished" in cell and not cell.get("public_accuracy_by_epoch"):
-            return  # it has nothing to tell
+            return  # it has no result yet
         setting = task.setting
-        told = {
+        result = {
             "setting": setting.key,
             "seed": task.seed,
             "judged_by": task.judged_by,
             "epochs": setting.epochs,
         }
-        self._store.add(task.key, told | cell)
+        self._store.add(task.key, result | cell)
         self._store.show(task.key, task.place.to_dict())
 
     def _tasks(self) -> Iterator[Task]:
@@ -149,7 +149,7 @@ class _Grid:
         return (task for task in tasks if self._options.only in task.place.row)
 
     def _is_missing(self, key: str) -> bool:
-        """An unfinished run goes on, once a command; a failed one if that is asked for."""
+        """Whether to run it: an unfinished run continues once per command; a failed one runs again with `--retry`."""
         cell = self._store.cells.get(key)
         again = cell is None or "unfinished" in cell or (self._options.retry and "failed" in cell)
         return again and key not in self._tried

@@ -1,6 +1,6 @@
-"""Choosing a setting on the validation part: trials spread over a space, then trials around the best of them.
+"""Choose a setting on the validation part: trials spread over a space, then trials around the best of them.
 
-A trial is done once, with seed 0. The best one is then run on the test part. Every method gets as many trials.
+A trial is run once, with seed 0. The best one is then run on the test part. All methods get equally many trials.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from clipwise.tune.space import Dimension, point
 from experiments.harness.paper import AnySetting, Place, Task, key_of
 from experiments.harness.store import Cell
 
-NEAR = 0.25  # how far the second trials are from the best, of each dimension's extent
+NEAR = 0.25  # distance of the second trials from the best, as a fraction of each dimension
 _PRIMES = (2, 3, 5, 7, 11)
 
 Trial = TypeVar("Trial", bound=AnySetting)
@@ -22,7 +22,7 @@ Row = TypeVar("Row", bound="AnyRow")
 
 
 class AnyRow(Protocol):
-    """What is compared: a method, on a data set, at an epsilon."""
+    """A method on a data set at an epsilon."""
 
     @property
     def label(self) -> str:
@@ -35,7 +35,7 @@ class AnyRow(Protocol):
 
 @dataclass(frozen=True)
 class Effort:
-    """How many trials every method gets, spread and around the best, and how many runs the best of them."""
+    """The number of trials per method (spread, and around the best) and of test runs of the best one."""
 
     spread: int
     near: int
@@ -44,7 +44,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Asked:
-    """One run that is asked for: the job, what it is judged by, and where it is shown."""
+    """One requested run: the job, its evaluation part, and its place in the results."""
 
     job: AnySetting
     seed: int
@@ -59,7 +59,7 @@ class Asked:
         return key_of(self.job, self.judged_by, self.seed)
 
     def task(self, quick: bool) -> Task:
-        """For the runner."""
+        """The task for the runner."""
         place = Place(self.figure, self.row, self.job.epochs, quick, self.epsilon)
         return Task(self.job, self.seed, self.judged_by, place)
 
@@ -69,32 +69,32 @@ class Rounds(Generic[Trial]):
     """The trials of one row.
 
     Args:
-        first: spread over the space.
-        around: the second ones, from the number of the best first one.
+        first: trials spread over the space.
+        around: the trials of the second round, from the index of the best first one.
     """
 
     first: tuple[Trial, ...]
     around: Callable[[int], tuple[Trial, ...]]
 
     def begun(self, found: Mapping[str, Cell]) -> tuple[Trial, ...]:
-        """Those that can be run, from the finished ones by key: the second round needs all of the first."""
+        """The trials that can run, given the finished ones by key. The second round needs all of the first."""
         best = winner(self.first, found)
         return self.first if best is None else (*self.first, *self.around(self.first.index(best)))
 
     def best(self, found: Mapping[str, Cell]) -> Trial | None:
-        """The best of both rounds; None as long as some are missing, and if all have failed."""
+        """The best of both rounds; None if some are missing or all failed."""
         return None if winner(self.first, found) is None else winner(self.begun(found), found)
 
 
 @dataclass(frozen=True)
 class Search(Generic[Row, Trial]):
-    """How a paper's rows get their settings.
+    """How the rows of a paper get their settings.
 
     Attributes:
-        space: what may be chosen for a row.
-        trial: the setting of a row with what was chosen.
-        points: a sequence that fills a cube: from an index from 1 and a number of dimensions to a point.
-        effort: from a row, and whether it is a quick run.
+        space: the search space of a row.
+        trial: from a row and the chosen values to a setting.
+        points: a sequence that fills a cube: from an index (from 1) and a number of dimensions to a point.
+        effort: from a row, and whether it is a quick run, to the effort.
     """
 
     space: Callable[[Row], dict[str, Dimension]]
@@ -116,11 +116,11 @@ class Search(Generic[Row, Trial]):
         return Rounds(self.spread(row, effort.spread), lambda best: self.near(row, best, effort.near))
 
     def best(self, row: Row, quick: bool, found: Mapping[str, Cell]) -> Trial | None:
-        """The trial that did best on the validation part, when all are there."""
+        """The trial that did best on the validation part, when all are finished."""
         return self.rounds(row, quick).best(found)
 
     def trials(self, row: Row, figure: str, quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
-        """Those that can begin now."""
+        """The trials that can start now."""
         for trial in self.rounds(row, quick).begun(found):
             yield Asked(trial, 0, "validation", figure, row.label, row.epsilon)
 
@@ -150,12 +150,12 @@ def _near(search: Search[Any, Trial], row: Any, best: int, count: int) -> tuple[
 
 
 def trial_key(trial: AnySetting) -> str:
-    """Under which the run of a trial lies in the store."""
+    """The key of a trial in the store."""
     return key_of(trial, "validation", 0)
 
 
 def winner(trials: Sequence[Trial], found: Mapping[str, Cell]) -> Trial | None:
-    """The best accuracy on the validation part; of equals the smaller loss. None if some are missing, or all failed."""
+    """The trial with the best validation accuracy, ties by loss. None if some are missing or all failed."""
     cells = [found.get(trial_key(t), {"unfinished": True}) for t in trials]
     if any("unfinished" in cell for cell in cells):
         return None
@@ -164,7 +164,7 @@ def winner(trials: Sequence[Trial], found: Mapping[str, Cell]) -> Trial | None:
 
 
 def nearby(centre: Sequence[float], away: Sequence[float]) -> list[float]:
-    """The point of a cube around `centre` that is to it as `away` is to the middle of the whole cube."""
+    """The point of a smaller cube around `centre`, at the same relative position as `away` in the whole cube."""
     return [min(1.0, max(0.0, c + 2 * NEAR * (a - 0.5))) for c, a in zip(centre, away, strict=True)]
 
 
@@ -182,7 +182,7 @@ def halton(index: int, dimensions: int) -> list[float]:
 
 
 def evenly(index: int, dimensions: int) -> list[float]:
-    """Points that fill a cube, even the first few: 1/2 + index a mod 1, a = (1/p, 1/p^2, ...) with p^(d+1) = p + 1."""
+    """A point of a sequence that fills a cube evenly: 1/2 + index a mod 1, a = (1/p, 1/p^2, ...), p^(d+1) = p + 1."""
     p = 1.0
     for _ in range(64):
         p = (1 + p) ** (1 / (dimensions + 1))

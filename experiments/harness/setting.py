@@ -1,4 +1,4 @@
-"""What papers' settings share: a key under which results are stored, and copies with changes."""
+"""Base class of settings: the key of results, and copies with changes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Kind = TypeVar("Kind", bound="Keyed")
 
 
 class Keyed:
-    """Base of frozen dataclasses that hold everything that decides the result of a run but the seed.
+    """Base of frozen dataclasses that hold everything that determines the result of a run except the seed.
 
     The key has the fields of `NAMED`, then every other field that is not at its default, floats to `DIGITS` digits or
-    in full. Stored results are found by their keys: neither fields nor defaults may change.
+    in full. Stored results are found by key, so neither fields nor defaults may change.
     """
 
     NAMED: ClassVar[tuple[str, ...]] = ()
@@ -21,7 +21,7 @@ class Keyed:
 
     @cached_property
     def key(self) -> str:
-        """A name that no other setting has."""
+        """A unique name."""
         unusual = []
         for f in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
             value = getattr(self, f.name)
@@ -31,5 +31,5 @@ class Keyed:
         return " ".join(["/".join(str(getattr(self, name)) for name in self.NAMED), *unusual])
 
     def but(self: Kind, **changes: Any) -> Kind:
-        """The same with some things changed."""
+        """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Results on disk: each finished run is written at once, and a later command skips what is there."""
+"""Results on disk: each finished run is written at once, and a later command skips it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Cell = dict[str, Any]
 class Store:
     """The runs of one folder.
 
-    An accuracy does not depend on the machine, so runs of several machines may lie together; each says where it
-    was made.
+    An accuracy does not depend on the machine, so a folder may have runs of several machines. Each run names its
+    environment.
 
     Attributes:
-        commands: that made the runs.
-        environments: hardware and versions; a run names one by its place.
-        cells: the runs, by key. Each has where it is `shown`, and an accuracy, or why it `failed`, or that it is
-            `unfinished` and how far it came.
+        commands: the commands that made the runs.
+        environments: hardware and versions; a run has the index of one.
+        cells: the runs, by key. Each has its places (`shown`), and an accuracy, or the reason why it `failed`, or its
+            progress if it is `unfinished`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,11 +35,11 @@ class Store:
             self._read()
 
     def begin(self, command: str, environment: dict[str, Any]) -> None:
-        """Say which command is about to run, and where. Both are noted with the first run that it makes."""
+        """Set the command and the environment. Both are written with the first run."""
         self._command, self._environment = command, environment
 
     def add(self, key: str, cell: Cell) -> None:
-        """Keep a run, on disk at once. Where an earlier one with this key was shown, this one is."""
+        """Add a run and write it to disk. It inherits the places of an earlier run with the same key."""
         if self._command not in self.commands:
             self.commands.append(self._command)
         shown = self.cells.get(key, {}).get("shown", [])
@@ -47,14 +47,14 @@ class Store:
         self._write()
 
     def show(self, key: str, place: dict[str, Any]) -> None:
-        """Note a place where a run is shown."""
+        """Add a place to a run."""
         shown = self.cells[key]["shown"]
         if place not in shown:
             shown.append(place)
             self._write()
 
     def take(self, other: Store) -> None:
-        """Take the runs of another folder over. Of runs with one key, a finished one goes before an unfinished one."""
+        """Copy the runs of another folder. A finished run replaces an unfinished one with the same key."""
         for key, cell in other.cells.items():
             mine = self.cells.get(key)
             if mine is not None and not ("unfinished" in mine and "unfinished" not in cell):
@@ -75,7 +75,7 @@ class Store:
 
     def _write(self) -> None:
         about = {"format": FORMAT, "commands": self.commands, "environments": self.environments}
-        # A run a line: a thousand of them stay readable, and a change shows which ones it is about.
+        # One run per line keeps files and diffs readable.
         runs = [
             f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}"
             for key, cell in self.cells.items()
@@ -93,5 +93,5 @@ class Store:
             self.cells = stored["cells"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"{self._file} is not a file of such results: give another folder with --out."
+                f"{self._file} is not a results file of this command: give another folder with --out."
             ) from error

@@ -1,4 +1,4 @@
-"""A run in steps: batches without end, an update for each, and what came out. Papers say what is trained, and how."""
+"""A training run: endless batches, one update for each, and the result."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass
 class Training:
-    """A run under way.
+    """A training run.
 
     Attributes:
-        model: what is trained.
-        steps: how many the run has.
-        update: learns from a batch or, in private training, from a piece of one. It returns whether that was the last
-            piece, with which the update came.
-        batches: without end.
+        model: the model.
+        steps: the number of steps of the run.
+        update: trains on a batch or, in private training, on a piece of one. It returns whether that was the last
+            piece, after which the model was updated.
+        batches: endless batches.
         private: the private run, or None without noise.
-        average: of the parameters, if that is wanted.
+        average: the average of the parameters, if any.
     """
 
     model: nn.Module
@@ -50,7 +50,7 @@ class Training:
             self.average.update()
 
     def all_steps(self, deadline: Deadline | None = None) -> Training:
-        """The whole run, which leaves no result if the time is up in the middle."""
+        """Make all steps. Raises if the time is up before the end."""
         for _ in range(self.steps):
             if deadline is not None:
                 deadline.require()
@@ -58,14 +58,14 @@ class Training:
         return self
 
     def cost(self) -> Cell:
-        """What was spent, by PLD. It ends a private run."""
+        """End a private run; returns the privacy spent, by PLD."""
         return (
             {"epsilon": None, "why_no_epsilon": "no privacy"} if self.private is None else spent(self.private)
         )
 
 
 def spent(private: clipwise.Private) -> Cell:
-    """The end of a private run, and its cost."""
+    """End a private run; returns its cost."""
     with private:
         found = private.spent()
         return {
@@ -78,12 +78,12 @@ def spent(private: clipwise.Private) -> Cell:
 
 
 def run(begin: Callable[[], Training], held_out: TensorDataset, rows: int, deadline: Deadline | None) -> Cell:
-    """One run: accuracy and mean loss on the part that it is judged by, and the privacy that it spent.
+    """One run: accuracy and mean loss on the evaluation part, and the privacy spent.
 
     Args:
-        begin: makes the run.
-        held_out: read once, at the end.
-        rows: that go through the model at a time.
+        begin: creates the run.
+        held_out: the evaluation part, read once at the end.
+        rows: batch size of the evaluation.
     """
     start = time.perf_counter()
     training = begin().all_steps(deadline)
@@ -101,13 +101,13 @@ def run(begin: Callable[[], Training], held_out: TensorDataset, rows: int, deadl
 
 
 def drawn(private: clipwise.Private) -> Batches:
-    """Pieces of private batches."""
+    """Endless pieces of private batches."""
     while True:
         yield from private.loader.pieces()
 
 
 def shuffled(train: TensorDataset, size: int) -> Batches:
-    """Ordinary batches."""
+    """Endless shuffled batches."""
     x, y = train.tensors
     while True:
         for rows in torch.randperm(len(x)).to(x.device).split(size):  # type: ignore[no-untyped-call]
@@ -115,13 +115,13 @@ def shuffled(train: TensorDataset, size: int) -> Batches:
 
 
 def losses_of(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """One cross-entropy an example."""
+    """One cross-entropy per example."""
     return F.cross_entropy(model(x), y, reduction="none")
 
 
 @torch.no_grad()
 def judged(model: nn.Module, dataset: TensorDataset, rows: int) -> tuple[float, float]:
-    """The share of records whose class is found, and the mean cross-entropy."""
+    """The accuracy and the mean cross-entropy."""
     was_training = model.training
     model.eval()
     x, y = dataset.tensors

@@ -1,4 +1,4 @@
-"""Words for what is left of a claim, and what a comparison of runs needs before a page prints a verdict from it."""
+"""Verdicts on claims, and the evidence that a page needs before it prints one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_TESTED = "Not tested"
 
 
 def survival(kept: int, count: int) -> str:
-    """What is left of a claim that should hold in all of `count` places."""
+    """The verdict on a claim that should hold in all of `count` places."""
     if kept == count:
         return "Survives"
     return "Survives in part" if kept else "Does not survive"
@@ -19,14 +19,14 @@ def survival(kept: int, count: int) -> str:
 def lacking(
     seeds: int, trials: int, dimensions: int, epochs: int | None = None, epochs_in_paper: int | None = None
 ) -> str:
-    """What is missing, in words; empty if nothing is.
+    """The missing evidence in words; empty if there is enough.
 
     Args:
-        seeds: the fewest tested runs of a row.
-        trials: the fewest settings that were tried for a row. One is a setting that was not searched.
-        dimensions: the most dimensions of the space that they were chosen from.
-        epochs: of a run; less than
-        epochs_in_paper: is another experiment.
+        seeds: the smallest number of tested runs of a row.
+        trials: the smallest number of settings tried for a row; 1 means no search.
+        dimensions: the largest number of dimensions of the search space.
+        epochs: the epochs of a run.
+        epochs_in_paper: a run with fewer epochs is another experiment.
     """
     found = []
     if seeds < SEEDS:
@@ -41,12 +41,12 @@ def lacking(
 
 
 def in_brackets(found: Iterable[str]) -> str:
-    """A list behind a number; nothing if it is empty."""
+    """A list in brackets; empty if there is nothing in it."""
     listed = ", ".join(found)
     return f" ({listed})" if listed else ""
 
 
 def as_list(sentences: Iterable[str]) -> list[str]:
-    """A Markdown list and an empty line; nothing if there is none."""
+    """A Markdown list and an empty line; nothing for no sentences."""
     lines = [f"- {sentence}" for sentence in sentences]
     return [*lines, ""] if lines else []

@@ -1,4 +1,4 @@
-"""Runs in this process, or several at a time in processes of their own that share a device."""
+"""Runs in this process, or several at a time in separate processes that share a device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from experiments.harness.paper import Options, Task
 from experiments.harness.store import Cell
 from experiments.index import paper_of
 
-UNFINISHED = "unfinished"  # the folder of runs that go on later
+UNFINISHED = "unfinished"  # the folder of runs that continue later
 
 
 class WorkersLostError(Exception):
-    """A process was ended from outside, as by a machine that has no memory left."""
+    """A worker process was killed, for example for lack of memory."""
 
 
 class Workers:
-    """Begins runs. With one worker a run is over when `begin` returns.
+    """Starts runs. With one worker a run has finished when `begin` returns.
 
-    Processes are spawned, each with one thread, and stay: a data set is read once in each. They write nothing but what
-    is unfinished. Results are written by the process that asks.
+    Processes are spawned once, each with one thread, and read each data set once. They write only checkpoints of
+    unfinished runs; the main process writes results.
     """
 
     def __init__(self, options: Options, deadline: Deadline) -> None:
@@ -54,7 +54,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def begin(self, task: Task) -> Future[Cell]:
-        """Begin a run."""
+        """Start a run."""
         left = self._deadline.left()
         end = None if left == float("inf") else time.time() + left
         given: Future[Cell] = Future()
@@ -71,12 +71,12 @@ class Workers:
 
 
 def run(task: Task, options: Options, end: float | None) -> Cell:
-    """One run. A row that cannot run is a result too, and must not end the others.
+    """One run. A failure is stored as a result, so that the other runs continue.
 
     Args:
         task: the run.
         options: of the command.
-        end: when the time is up, as `time.time()` tells it; every process knows that clock.
+        end: the `time.time()` at which the time is up; that clock is the same in all processes.
     """
     deadline = Deadline(None if end is None else end - time.time())
     try:
@@ -85,13 +85,13 @@ def run(task: Task, options: Options, end: float | None) -> Cell:
     except OutOfTimeError as error:
         return {"unfinished": True} | error.progress
     except MissingDataError as error:
-        raise error.reason from None  # then the command ends: that is no result
+        raise error.reason from None  # this ends the command
     except Exception as error:
         return {"failed": reason_of(error)}
 
 
 def _prepare() -> None:
-    """A new process: one thread, since there are as many processes as cores. What makes it slow is told."""
+    """Set up a new process: one thread, since there are as many processes as cores, and warnings about slow steps."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     warnings.simplefilter("default", CaptureWarning)
@@ -99,7 +99,7 @@ def _prepare() -> None:
 
 
 def _end_with_parent() -> None:
-    """Where the command is ended from outside, nobody is left to take what this process would find."""
+    """End this process if the main process is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -116,6 +116,6 @@ def _pass_on(done: Future[Cell], given: Future[Cell]) -> None:
 
 def _lost(error: BaseException) -> WorkersLostError:
     return WorkersLostError(
-        f"A worker was ended from outside ({type(error).__name__}), perhaps for memory: what is finished is kept. "
-        "Give fewer --workers; the same command goes on where it stopped."
+        f"A worker was killed ({type(error).__name__}), perhaps for lack of memory; finished runs are kept. "
+        "Give fewer --workers; the same command continues where it stopped."
     )

@@ -1,12 +1,12 @@
-"""What the paper prints: accuracies of tables 1 and 5, sizes, and where the two tables do not agree."""
+"""The paper's numbers: accuracies of tables 1 and 5, sizes, and contradictions of the two tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 METHODS = ("dp-sgd", "lip", "fix-lip")
-# Runs of an earlier `Lipschitz(fixed=True)`, which was called Fix-Lip-DP-SGD: it clipped weights to C and noised for C,
-# where the paper rescales every layer to C. Kept under a name of their own; nothing runs them any more.
+# Runs of an earlier `Lipschitz(fixed=True)`, which was called Fix-Lip-DP-SGD: it clipped weights to C with noise for C,
+# where the paper rescales every layer to C. The results are kept under another name; nothing runs it any more.
 CLIPPED_TO_C, CLIPPED_TO_C_TITLE = "clip-to-c", "clipped to C, noised for C"
 NORMS = ("none", "bounded")
 NORM_TITLES = {"none": "without group norm", "bounded": "with group norm"}
@@ -18,11 +18,11 @@ class Claim:
 
     Attributes:
         size: records x features, as printed.
-        epsilon: that of DP-SGD; the other methods are said to have a lower one.
+        epsilon: that of DP-SGD; the paper claims a lower one for the other methods.
         table_1: accuracy of DP-SGD, Lip-DP-SGD and Fix-Lip-DP-SGD.
-        table_5: the same without group norm, and
-        table_5_normed: with it.
-        other_task: why our numbers are not of the paper's task; empty if they are.
+        table_5: the same without group norm.
+        table_5_normed: the same with group norm.
+        other_task: how our task differs from the paper's; empty if it does not.
     """
 
     size: str
@@ -33,7 +33,7 @@ class Claim:
     other_task: str = ""
 
     def of(self, method: str, norm: str) -> float:
-        """The accuracy that is claimed: of table 1 without a norm, of table 5 with one."""
+        """The claimed accuracy: of table 1 without a norm, of table 5 with one."""
         printed = self.table_1 if norm == "none" else self.table_5_normed
         return printed[METHODS.index(method)]
 
@@ -66,7 +66,7 @@ TABLES: dict[str, Claim] = {
 
 
 def contradictions() -> list[str]:
-    """Where table 5 says something else than table 1, or than itself, in words."""
+    """Sentences on where table 5 contradicts table 1 or itself."""
     found = []
     for name, claim in TABLES.items():
         for place, method in enumerate(METHODS):

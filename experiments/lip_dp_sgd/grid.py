@@ -1,4 +1,4 @@
-"""Which runs the paper's tables and figures ask for, in the order of their importance."""
+"""The runs of the paper's tables and figures, in order of importance."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from experiments.lip_dp_sgd.trial import Trial
 
 FIGURES = ("table-1", "table-5", "1", "2", "3", "4")
 TABLE_SEEDS, IMAGE_SEEDS, QUICK_SEEDS = 10, 3, 3
-EPSILONS, TUNED_AT = (1.0, 3.0, 8.0), 3.0  # of figure 1, and the one at which settings are chosen
+EPSILONS, TUNED_AT = (1.0, 3.0, 8.0), 3.0  # of figure 1; settings are chosen at the latter
 IMAGE_METHODS = ("dp-sgd", "lip")
-# The networks for images have windows that do not overlap, which suits weight clipping. DP-SGD has the others too.
+# The networks for images have windows that do not overlap, for weight clipping. DP-SGD also runs with the others.
 OVERLAPPING = {"fashion_mnist": "convnet6", "cifar10": "shallow_vgg"}
 TIMED = {"credit_default": (32, 64, 128, 256, 512), "mnist": (32, 64, 128, 256, 512)}
 BIASED = ("students_dropout", "adult")
@@ -27,7 +27,7 @@ QUICK_EPSILON = 8.0
 def asked(
     figures: tuple[str, ...], quick: bool, found: Mapping[str, Cell], seeds: int | None = None
 ) -> Iterator[Asked]:
-    """The runs that can begin now, from the finished ones by key. No figures means all, no seeds a figure's own."""
+    """The runs that can start now, from the finished ones by key. By default all figures with their own seeds."""
     seeds_of_tables = seeds or (QUICK_SEEDS if quick else TABLE_SEEDS)
     seeds_of_images = seeds or (QUICK_SEEDS if quick else IMAGE_SEEDS)
     for figure in figures or FIGURES:
@@ -94,7 +94,7 @@ def _figure_3(quick: bool, found: Mapping[str, Cell]) -> Iterator[Asked]:
 
 
 def _figure_4(quick: bool, found: Mapping[str, Cell], seeds: int) -> Iterator[Asked]:
-    """The best runs of figure 1 with averaged parameters beside the last ones."""
+    """The best runs of figure 1, with averaged and with last parameters."""
     for row in image_rows(quick):
         if row.norm == "none" and row.data in (AVERAGED_DATA, DIGITS) and row.network is None:
             yield from SEARCH.trials(row, "4", quick, found)

@@ -1,4 +1,4 @@
-"""What one process does: runs of a table or figure, times of an epoch, and the error that clipping makes."""
+"""The jobs of a process: training runs, times of an epoch, and the error of clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from experiments.lip_dp_sgd.sets import Folder, Records, records
 from experiments.lip_dp_sgd.training import begun, judged, run
 from experiments.lip_dp_sgd.trial import Trial
 
-# Below this many records a validation part is small: trials are judged by the mean over several parts.
+# With fewer records a validation part is small: trials are evaluated by the mean over several parts.
 SMALL, CUTS = 5000, 3
 _TIMED_STEPS, _WARM_STEPS = 30, 5
 _POINTS, _INSTANCES = 25, 500
@@ -26,7 +26,7 @@ _POINTS, _INSTANCES = 25, 500
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an epoch at one batch size, for every method: figure 2."""
+    """Seconds per epoch at one batch size, for every method: figure 2."""
 
     data: str
     batch_size: int
@@ -40,7 +40,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Bias:
-    """How far the mean of clipped gradients is from the mean gradient, along a run of DP-SGD: figure 3."""
+    """The distance of the mean clipped gradient from the mean gradient, along a run of DP-SGD: figure 3."""
 
     trial: Trial
 
@@ -51,12 +51,12 @@ class Bias:
 
     @property
     def epochs(self) -> int:
-        """As long as its run."""
+        """The epochs of its run."""
         return self.trial.epochs
 
     @property
     def data(self) -> str:
-        """Of its run."""
+        """The data set of its run."""
         return self.trial.data
 
 
@@ -65,7 +65,7 @@ Job = Trial | Times | Bias
 
 @dataclass(frozen=True)
 class Bench:
-    """Where jobs are done: the folder of data sets, the device, the time, and a folder for calibrated noise."""
+    """The environment of jobs: the folder of data sets, the device, the deadline, and a folder for calibrated noise."""
 
     data: Folder
     device: torch.device
@@ -85,7 +85,7 @@ def work(job: Job, bench: Bench, seed: int, judged_by: str) -> Cell:
         return run(job, whole, seed, bench.deadline, bench.shared)
     found = [run(job, parts(cut=cut), seed + cut, bench.deadline, bench.shared) for cut in range(CUTS)]
     mean = {name: statistics.fmean(r[name] for r in found) for name in ("accuracy", "loss")}
-    # The parts overlap: a choice by their mean is one choice, which is not accounted for either.
+    # The parts overlap. The choice by their mean is not accounted for either.
     return found[0] | mean | {"seconds": sum(r["seconds"] for r in found), "epsilon": _most(found)}
 
 
@@ -95,7 +95,7 @@ def _most(found: list[Cell]) -> float | None:
 
 
 def times(job: Times, at_hand: Records, deadline: Deadline) -> Cell:
-    """Median seconds of a step of each method, step by step in turn, times the steps of an epoch."""
+    """Median seconds of a step of each method, measured in turns, times the steps of an epoch."""
     options: dict[str, Any] = {"batch_size": job.batch_size, "epochs": 1}
     trials = {
         method: Trial(job.data, method, noise_multiplier=None if method == "plain" else 1.0, **options)
@@ -115,7 +115,7 @@ def times(job: Times, at_hand: Records, deadline: Deadline) -> Cell:
                 seconds[method].append(time.perf_counter() - start)
     epoch = len(at_hand.train) / job.batch_size
     found = {method: round(epoch * statistics.median(values), 4) for method, values in seconds.items()}
-    accuracy, _ = judged(runs["dp-sgd"].model, at_hand.held_out)  # of a run of a few steps: a sign of life
+    accuracy, _ = judged(runs["dp-sgd"].model, at_hand.held_out)  # after a few steps: only a check
     total = round(sum(map(sum, seconds.values())), 2)
     return {"seconds_of_an_epoch": found, "accuracy": accuracy, "seconds": total, "epsilon": None}
 
@@ -123,7 +123,7 @@ def times(job: Times, at_hand: Records, deadline: Deadline) -> Cell:
 def bias(job: Bias, at_hand: Records, seed: int, deadline: Deadline, shared: Path | None = None) -> Cell:
     """Norms of mean gradients, clipped and not, on the first records, at points along the run.
 
-    These norms are read off the records without noise. The data is public; of private records they may not be shown.
+    These norms are measured without noise. The data is public; for private records they must not be shown.
     """
     training = begun(job.trial, at_hand, seed, shared)
     x, y = (tensor[:_INSTANCES] for tensor in at_hand.train.tensors)
@@ -164,7 +164,7 @@ def _norms(model: torch.nn.Module, x: Tensor, y: Tensor, max_norm: float) -> dic
 
 
 def _without_first(model: torch.nn.Module) -> torch.nn.Module:
-    """The same modules under the same names, with the clip of inputs, which vmap cannot see into, left out."""
+    """The same modules under the same names, without the clip of inputs, which vmap does not support."""
     layers = list(model.children())
     return torch.nn.Sequential(torch.nn.Identity(), *layers[1:])
 

@@ -1,4 +1,4 @@
-"""Results of the weight-clipping paper as Markdown: our runs beside what is printed, and what is left of its claims."""
+"""Results of the weight-clipping paper as Markdown: our runs next to the printed numbers, and verdicts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def markdown(store: Store, quick: bool) -> str:
     results = Results(store.cells, quick)
     lines = ["# Lip-DP-SGD: results", ""]
     if quick:
-        lines += ["**A quick run on small digits: it shows that everything works, and nothing else.**", ""]
+        lines += ["**A quick run on small digits, to check that everything runs.**", ""]
     lines += how(store)
     lines += [
-        "Accuracy in percent on the test part, read once a seed: mean and standard error. Every method has the same "
+        "Accuracy in percent on the test part, read once per seed: mean and standard error. Every method has the same "
         "network (where a row names one, that), the same epsilon (by PLD, Poisson batches, a record left out), the "
         "same number of trials on a validation part, and the same seeds. Weight clipping is run in its sound form: "
         "noise for all layers jointly, certified norms, a constant divisor. The choice of settings is not accounted "
@@ -82,8 +82,8 @@ def _table(results: Results, figure: str, quick: bool) -> list[str]:
             ours.append(in_words(results.tested(figure, Row(name, norm, CLIPPED_TO_C, row.epsilon)), []))
         spent = largest_epsilon([cell for cells in tested.values() for cell in cells]) or f"{row.epsilon:g}"
         comparison = results.compared(figure, of["lip"], of["dp-sgd"])
-        told = "" if comparison is None else f"{100 * comparison.difference:+.1f}, p = {comparison.p:.3g}"
-        entries = [_title(name), norm, spent, *printed, *ours, told]
+        words = "" if comparison is None else f"{100 * comparison.difference:+.1f}, p = {comparison.p:.3g}"
+        entries = [_title(name), norm, spent, *printed, *ours, words]
         lines.append(f"| {' | '.join(entries)} |")
     notes = [f"{_title(n)} is {SCHEMAS[n].note}." for n, _ in rows if n in SCHEMAS and SCHEMAS[n].note]
     notes += [
@@ -125,8 +125,8 @@ def _times(results: Results, quick: bool) -> list[str]:
                 if seconds is None:
                     lines.append(f"| {name} | {size} | {cell.get('failed', 'unfinished')} | | | |")
                     continue
-                told = " | ".join(f"{seconds[m]:.3g}" for m in ("plain", "dp-sgd", "lip"))
-                lines.append(f"| {name} | {size} | {told} | {seconds['lip'] / seconds['dp-sgd']:.2f} |")
+                words = " | ".join(f"{seconds[m]:.3g}" for m in ("plain", "dp-sgd", "lip"))
+                lines.append(f"| {name} | {size} | {words} | {seconds['lip'] / seconds['dp-sgd']:.2f} |")
     return lines
 
 
@@ -142,8 +142,8 @@ def _bias(results: Results, quick: bool) -> list[str]:
         for cell in results.at("3", name):
             curve = cell.get("curve", [])
             for place in curve[:: max(1, len(curve) // 4)]:
-                told = (f"{place['error']:.4f}", f"{place['clipped']:.4f}", f"{place['share_clipped']:.0%}")
-                lines.append(f"| {name} | {place['step']} | {' | '.join(told)} |")
+                words = (f"{place['error']:.4f}", f"{place['clipped']:.4f}", f"{place['share_clipped']:.0%}")
+                lines.append(f"| {name} | {place['step']} | {' | '.join(words)} |")
             if "failed" in cell:
                 lines.append(f"| {name} | {cell['failed']} | | | |")
     return lines
@@ -155,8 +155,8 @@ def _averaged(results: Results, quick: bool) -> list[str]:
         for epsilon in EPSILONS:
             cells = results.tested("4", row, epsilon)
             if cells:
-                told = (in_words(cells, []), in_words(cells, [], "averaged_accuracy"))
-                lines.append(f"| {TITLES[row.method]} | {epsilon:g} | {' | '.join(told)} |")
+                words = (in_words(cells, []), in_words(cells, [], "averaged_accuracy"))
+                lines.append(f"| {TITLES[row.method]} | {epsilon:g} | {' | '.join(words)} |")
     return lines
 
 
@@ -179,14 +179,14 @@ def _settings(results: Results, quick: bool) -> list[str]:
 def _setting(trial: Trial) -> str:
     rate = trial.sample_rate or 0.0
     alpha = f"{trial.alpha:.2g}" if trial.norm == "bounded" else ""
-    told = (
+    words = (
         f"{trial.max_norm:.3g}",
         f"{trial.learning_rate:.2g}",
         f"1/{1 / rate:.0f}",
         str(trial.epochs),
         alpha,
     )
-    return " | ".join(told)
+    return " | ".join(words)
 
 
 def _title(name: str) -> str:

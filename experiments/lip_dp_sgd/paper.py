@@ -1,4 +1,4 @@
-"""The weight-clipping paper for `python -m experiments`: its runs, how one is done, and the page of results."""
+"""The weight-clipping paper for `python -m experiments`: runs, training, and the page of results."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from experiments.lip_dp_sgd.sets import records
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
-    """Trials on validation parts; where all of a row are there, the best of them on the test part."""
+    """Trials on validation parts; when all of a row are finished, the best of them on the test part."""
     for one in asked(options.figures, options.quick, found, options.seeds):
         yield one.task(options.quick)
 
 
 def train(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
-    """One run. It is short: what is stopped in the middle begins again."""
+    """One run. It is short, so a stopped run starts again."""
     job: Any = task.setting
     device = device_of(options.device)
     with reading_data():
         records(job.data, options.data, device)
-    # The search for the fastest convolution pays where shapes repeat: those of Poisson batches do not.
+    # The search for the fastest convolution pays only if shapes repeat. Those of Poisson batches do not.
     torch.backends.cudnn.benchmark = False
     return work(job, Bench(options.data, device, deadline, unfinished), task.seed, task.judged_by)
 
@@ -42,5 +42,5 @@ PAPER = Paper(
     train=train,
     page=page.markdown,
     plots=plots.plot_all,
-    takes_epochs=False,  # they are among what is tried
+    takes_epochs=False,  # epochs are part of the search
 )

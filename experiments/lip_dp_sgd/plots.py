@@ -1,4 +1,4 @@
-"""Figures 1 to 4 as pictures, where matplotlib is."""
+"""Plots of figures 1 to 4."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLORS = {"dp-sgd": "tab:blue", "lip": "tab:red", "plain": "0.5"}
 
 
 def plot_all(store: Store, quick: bool, folder: Path) -> list[Path]:
-    """Write what can be drawn, and return the files."""
+    """Write all plots that have results; returns the files."""
     results = Results(store.cells, quick)
     drawn: list[Path] = []
     for name, draw in (("1", _images), ("2", _times), ("3", _bias), ("4", _averaged)) if can_draw() else ():

@@ -1,4 +1,4 @@
-"""Results by row: the tested runs of the setting that was chosen, seed by seed."""
+"""Results by row: the test runs of the chosen setting, by seed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mean_of(cells: list[Cell], what: str = "accuracy") -> float | None:
 
 
 def in_words(cells: list[Cell], trials: list[Cell], what: str = "accuracy") -> str:
-    """Mean and standard error in percent, or why there is none."""
+    """Mean and standard error in percent, or the reason why there is none."""
     found = [100 * float(cell[what]) for cell in cells if what in cell]
     if len(found) > 1:
         error = statistics.stdev(found) / math.sqrt(len(found))
@@ -56,6 +56,6 @@ def in_words(cells: list[Cell], trials: list[Cell], what: str = "accuracy") -> s
 
 
 def largest_epsilon(cells: list[Cell]) -> str:
-    """The most that any run spent."""
+    """The largest epsilon that a run spent."""
     found = [cell["epsilon"] for cell in cells if cell.get("epsilon") is not None]
     return rounded_up(max(found)) if found else ""

@@ -1,11 +1,11 @@
 """The same trials for every method: points spread over a space, then points around the best of them.
 
-The space holds that of the paper's table 3 where its numbers fit, and goes beyond it where DP-SGD or weight clipping do
-better: smaller gradient norms, larger rates and batches. The noise is not searched: it follows from the budget.
+The space is that of the paper's table 3, extended where DP-SGD or weight clipping do better: smaller gradient norms,
+larger rates and batches. The noise is not searched: it follows from the budget.
 
-Networks for images begin with orthogonal weights, for every method: the bounds of weight clipping are then several
+Networks for images start with orthogonal weights, for every method: the bounds of weight clipping are then several
 times closer to the gradients, and DP-SGD has more signal too. Their rates are smaller and their batches larger than
-those of tables: with more noise than signal, Adam's steps are mostly noise, and many of them undo the first weights.
+those of tables: with more noise than signal, Adam's steps are mostly noise, and many steps undo the initial weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from experiments.harness.search import Effort, Search, halton
 from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
 from experiments.lip_dp_sgd.trial import TITLES, Trial
 
-# Below 5,000 records, where 1/64 of them would be a batch of a few.
+# For fewer than 5,000 records, of which 1/64 would be a batch of a few.
 _FEW = ("breast_cancer", "german_credit", "students_dropout")
 
 
@@ -27,9 +27,9 @@ TABLE_EFFORT, IMAGE_EFFORT, QUICK_EFFORT = Effort(20, 10), Effort(8, 4), Effort(
 
 @dataclass(frozen=True)
 class Row:
-    """What is compared: one method, on one data set, with or without norm, at one epsilon.
+    """One method on one data set, with or without norm, at one epsilon.
 
-    `network` is a model by name, in place of the one that goes with the data.
+    `network` is the name of a model, instead of that of the data set.
     """
 
     data: str
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """How the row is called among results."""
+        """The name of the row in results."""
         return f"{self.data}/{self.norm}/{self.method}" + (f"/{self.network}" if self.network else "")
 
     @property
@@ -50,13 +50,13 @@ class Row:
 
 
 def space(row: Row) -> dict[str, Dimension]:
-    """What may be chosen for a row."""
+    """The search space of a row."""
     is_image = row.data in IMAGES
     rates: tuple[float, ...] = (1 / 16, 1 / 4) if is_image else (1 / 64, 1 / 16, 1 / 4)
     if row.data in _FEW:
         rates = (1 / 24, 1 / 8, 1 / 3)
     epochs: tuple[int, ...] = (6, 16) if is_image else (8, 32)
-    if row.data == DIGITS:  # to show that everything works
+    if row.data == DIGITS:  # a quick check
         rates, epochs = (1 / 8,), (1,)
     smallest = 0.1 if row.method == "dp-sgd" else 1.0 if is_image else 0.5
     found: dict[str, Dimension] = {
@@ -80,7 +80,7 @@ def trial(row: Row, chosen: dict[str, Any]) -> Trial:
 
 
 def effort_of(row: Row, quick: bool) -> Effort:
-    """How many trials a row gets: the same for every method."""
+    """The number of trials of a row, the same for every method."""
     if quick:
         return QUICK_EFFORT
     return IMAGE_EFFORT if row.data in IMAGES else TABLE_EFFORT

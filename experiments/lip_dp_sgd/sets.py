@@ -1,4 +1,4 @@
-"""The records of a trial: what is trained on, what it is judged by, and what is public about them."""
+"""The records of a trial: training part, evaluation part, and public constants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments import data
 
 VALIDATION_SHARE = 0.2
 IMAGE_DELTA = 1e-5
-# What is taken from pixels in [0, 1], the norm that images are then clipped to, and the network. Fixed beforehand.
+# The value subtracted from pixels in [0, 1], the norm that images are then clipped to, and the network. All fixed.
 IMAGES = {
     "mnist": (0.0, 9.0, "convnet3"),
     "fashion_mnist": (0.0, 12.0, "patch_convnet6"),
@@ -30,12 +30,12 @@ class Records:
 
     Attributes:
         train: features or images, and labels.
-        held_out: the test part or, while something is chosen, a validation part.
-        model: the network for such records, by name.
-        classes: how many.
-        input_norm: what each example is clipped to.
+        held_out: the test part or, while settings are chosen, a validation part.
+        model: the name of the network for these records.
+        classes: the number of classes.
+        input_norm: the norm that inputs are clipped to.
         delta: 1 / n for tables of n records, 1e-5 for images.
-        note: what a reader of results must know, or nothing.
+        note: a remark for readers of results, or empty.
     """
 
     train: TensorDataset
@@ -48,7 +48,7 @@ class Records:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one example."""
+        """The shape of one example."""
         return tuple(self.train.tensors[0].shape[1:])
 
 
@@ -60,13 +60,13 @@ def names() -> list[str]:
 def records(
     name: str, folder: Folder, device: torch.device, *, judged_by: str = "validation", cut: int = 0
 ) -> Records:
-    """A data set, with its test part, or with a validation part that is a fifth of the records to train on.
+    """A data set with its test part, or with a validation part that is a fifth of the training records.
 
     Args:
         name: one of `names()`.
         folder: of data sets, or None for the one that CLIPWISE_DATA names.
-        device: where the records shall lie.
-        judged_by: "validation", where the test part is not handed out, or "test".
+        device: the device of the records.
+        judged_by: "validation", without the test part, or "test".
         cut: which of several validation parts; each is drawn by position, from a fixed key.
     """
     whole = _whole(name, None if folder is None else os.fspath(folder), str(device))

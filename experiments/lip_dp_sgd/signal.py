@@ -1,10 +1,10 @@
-"""Gradient over noise at the first weights: whether weight clipping can learn anything at all.
+"""Gradient over noise at the initial weights: whether weight clipping can learn anything.
 
     python -m experiments lip-dp-sgd/signal --data DIR [--records 1500] [--batch 3000]
 
-For networks on Fashion-MNIST with weights that no limit clips: the length of the mean gradient times the expected
-batch, over the length of the noise of one step with multiplier 1. DP-SGD clips each gradient to 0.1. The gradients are
-read off the records without noise. The data is public; of private records they may not be shown.
+For networks on Fashion-MNIST with unclipped weights: the norm of the mean gradient times the expected batch size, over
+the norm of the noise of one step with multiplier 1. DP-SGD clips each gradient to 0.1. The gradients are measured
+without noise. The data is public; for private records they must not be shown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EFFORTS: tuple[Effort, ...] = ("spectral", "tight")
 
 
 def network(name: str, is_orthogonal: bool) -> nn.Module:
-    """With first weights from seed 0."""
+    """A network with initial weights from seed 0."""
     torch.manual_seed(0)
     model = models.build(name, input_norm=INPUT_NORM)
     if is_orthogonal:

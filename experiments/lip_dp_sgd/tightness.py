@@ -1,10 +1,10 @@
-"""How far the certified bounds are above true gradients: bound / norm, parameter by parameter.
+"""The ratio of certified bounds to true gradient norms, for each parameter.
 
     python -m experiments lip-dp-sgd/tightness [--effort tight] [--ascent 50] [--seed 0] [--trained]
 
-For networks at initialization, with weights clipped to norm 1: the largest norm over random examples, and after
-steps uphill on it. With --trained: for a network that was trained privately on the digits, on digits that it was not
-trained on. A ratio above 1e4 is a failure, and is marked as one.
+For networks at initialization, with weights clipped to norm 1: the largest norm over random examples, also after
+gradient ascent on it. With --trained: for a network that was trained privately on the digits, on held-out digits. A
+ratio above 1e4 is marked as a failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def paper(name: str, norm: str = "none") -> tuple[nn.Module, tuple[int, ...]]:
 
 
 def as_run(name: str, norm: str = "none") -> tuple[nn.Module, tuple[int, ...]]:
-    """The same as figure 1 has it, with orthogonal first weights."""
+    """The network of figure 1, with orthogonal initial weights."""
     model, shape = paper(name, norm)
     make_orthogonal_(model)
     return model, shape
@@ -80,7 +80,7 @@ NETWORKS = {
 def rows(
     model: nn.Module, loss: BoundedLoss, x: Tensor, effort: Effort, ascent: int
 ) -> Iterator[tuple[str, float, float]]:
-    """Of each parameter: its bound, and the largest gradient norm of these examples and of steps uphill from them."""
+    """For each parameter: its bound, and the largest gradient norm of these examples, also after gradient ascent."""
     y = model(x).argmin(1)  # the labels that the model finds least likely
     for name, found in tightness(model, loss, x, y, effort=effort).items():
         best, example = found.largest, x[found.example].unsqueeze(0)

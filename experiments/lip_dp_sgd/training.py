@@ -1,4 +1,4 @@
-"""How a trial is trained."""
+"""Training of a trial."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from experiments.lip_dp_sgd.sets import Records
 from experiments.lip_dp_sgd.trial import Trial
 from experiments.models import make_orthogonal_
 
-_ROWS = 2048  # that go through a model at a time, where nothing is trained
-_ROWS_TRAINED = 4096  # at a time: larger batches come in pieces, for the sake of memory
-_ROWS_CAPTURED = 1024  # at a time, where a step is captured in a CUDA graph
+_ROWS = 2048  # batch size of evaluation
+_ROWS_TRAINED = 4096  # per piece: larger batches are split to limit memory
+_ROWS_CAPTURED = 1024  # per piece of a captured step
 
 
 def run(
@@ -43,7 +43,7 @@ def judged(model: nn.Module, dataset: TensorDataset) -> tuple[float, float]:
 def begun(trial: Trial, records: Records, seed: int, shared: Path | None = None) -> Training:
     """A run before its first step.
 
-    The seed is of the first weights only. It is published, so noise and batches do not come from it.
+    The seed determines only the initial weights. It is published, so noise and batches do not come from it.
     """
     count = len(records.train)
     rate = rate_of(trial, count)
@@ -54,7 +54,7 @@ def begun(trial: Trial, records: Records, seed: int, shared: Path | None = None)
     average = None if trial.averaged is None else AveragedParameters(model, trial.averaged)
 
     def plain_update(x: Tensor, y: Tensor) -> bool:
-        # (With backward() the clip of the inputs would ask the first layer for a gradient that nobody needs.)
+        # With backward() the clip of the inputs would make the first layer compute an unused input gradient.
         parameters = list(model.parameters())
         found = torch.autograd.grad(loss(model(x), y).mean(), parameters)
         for parameter, gradient in zip(parameters, found, strict=True):
@@ -103,7 +103,7 @@ def rate_of(trial: Trial, count: int) -> float:
 
 
 def network(trial: Trial, records: Records, seed: int) -> nn.Module:
-    """The network of the trial or else of the records, with first weights from the seed."""
+    """The network of the trial or else of the records, with initial weights from the seed."""
     options: dict[str, Any] = {"norm": trial.norm, "groups": trial.groups, "alpha": trial.alpha}
     options |= {"input_norm": records.input_norm}
     if len(records.shape) == 1:
@@ -120,7 +120,7 @@ def network(trial: Trial, records: Records, seed: int) -> nn.Module:
 
 
 def strategy(trial: Trial, records: Records) -> Strategy:
-    """How the method of a trial bounds what one record can do."""
+    """The clipping strategy of a trial."""
     if not trial.is_lipschitz:
         return PerExample(max_norm=trial.max_norm)
     return clipwise.Lipschitz(

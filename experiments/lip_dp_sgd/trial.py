@@ -1,4 +1,4 @@
-"""One run of a search or of a table: everything that is chosen before it begins."""
+"""One run of a search or of a table: everything that is chosen before it starts."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ TITLES = {
 
 
 def require_bounded(method: str, norm: str) -> None:
-    """Refuse a norm that has no bound for methods that need one, before the first run does."""
+    """Raise if a method needs a norm with a bound and this one has none."""
     if method in ("lip", "fix-lip") and norm == "group":
         raise ConfigurationError(
             f"norm='group' has no bounded slope, which method={method!r} needs: use norm='bounded', a group norm with "
-            "a floor, or 'none'."
+            "a lower limit on the deviation, or 'none'."
         )
 
 
 @dataclass(frozen=True)
 class Trial(Keyed):
-    """What is trained, and how.
+    """A training setting.
 
     Attributes:
-        data: a table or a set of images by name.
+        data: the name of a table or a set of images.
         method: "dp-sgd" clips each example's gradient to `max_norm`; "lip" clips each layer's weights to it and derives
             the noise from the weights; "fix-lip" derives it from `max_norm` alone; "plain" has no privacy.
-        norm: "none", or "bounded" for group norm with the floor `alpha`.
-        epsilon: the budget; or
-        noise_multiplier: the noise. One of the two, except for "plain".
-        batch_size: expected, of a Poisson batch; or
-        sample_rate: the same as a share of the records.
+        norm: "none", or "bounded" for group norm with the lower limit `alpha` on the deviation.
+        epsilon, noise_multiplier: the budget or the noise. One of the two, except for "plain".
+        batch_size, sample_rate: the expected size of a Poisson batch, or the sampling rate.
         max_norm: C, of gradients or of weights.
         split: how the noise is divided over layers, for "lip" and "fix-lip".
-        first_weights: "usual", torch's own, or "orthogonal": all singular values of a layer are 1, and its biases 0. A
-            network then passes on nearly as much as its bounds allow.
-        network: a model by name, in place of the one that goes with the data.
+        first_weights: "usual", torch's default, or "orthogonal": all singular values of a layer are 1, and its biases
+            0. Activations and gradients are then close to their bounds.
+        network: the name of a model, instead of that of the data set.
         averaged: the decay of an exponential average of the parameters, which is then tested too.
     """
 
@@ -79,5 +77,5 @@ class Trial(Keyed):
 
     @property
     def is_lipschitz(self) -> bool:
-        """Whether weights are clipped, in place of gradients."""
+        """Whether weights are clipped instead of gradients."""
         return self.method in ("lip", "fix-lip")

@@ -26,11 +26,11 @@ from experiments.models.lipschitz_networks import KINDS
 
 
 def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]:
-    """Table 3 of Barczewski and Ramon (2024), whose number of epochs is not printed: that list is ours.
+    """Table 3 of Barczewski and Ramon (2024). It has no number of epochs; that list is ours.
 
     Args:
-        norm: with "bounded" there are also the groups and the floor alpha of the norm.
-        group_size: how many numbers a group has: alpha goes from 0.1 / size to 1 / size.
+        norm: "bounded" adds the groups and the lower limit alpha of the norm.
+        group_size: the size of a group: alpha goes from 0.1 / size to 1 / size.
     """
     space: dict[str, Dimension] = {
         "noise_multiplier": Range(0.4, 5, log=True),
@@ -46,7 +46,7 @@ def paper_space(norm: str = "none", group_size: int = 2) -> dict[str, Dimension]
 
 
 def recipe(data: str, method: str, norm: str, folder: Path | None, device: torch.device) -> Recipe:
-    """A data set by name over `paper_space`, judged by a validation part."""
+    """A data set by name over `paper_space`, evaluated on a validation part."""
     one_of("data", data, names())
     one_of("method", method, METHODS[:-1])
     one_of("norm", norm, KINDS)
@@ -66,11 +66,13 @@ def recipe(data: str, method: str, norm: str, folder: Path | None, device: torch
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Search, and print and write what was found."""
+    """Search; print and write the results."""
     parser = parser_of("python -m experiments lip-dp-sgd/tune", __doc__)
     parser.add_argument("name", help=f"a data set: {', '.join(names())}")
     parser.add_argument("--method", default="dp-sgd", help="dp-sgd, lip or fix-lip")
-    parser.add_argument("--norm", default="none", help="none, group, or bounded: group norm with a floor")
+    parser.add_argument(
+        "--norm", default="none", help="none, group, or bounded: group norm with a lower limit"
+    )
     parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--trials", type=int, help="finished runs that the study shall have; 30 if left out")

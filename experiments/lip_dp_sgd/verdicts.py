@@ -1,4 +1,4 @@
-"""What the paper concludes, and what the runs at equal epsilon say about it: sentences computed from results."""
+"""Verdicts on the paper's conclusions, as sentences computed from runs at equal epsilon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.lip_dp_sgd.trial import TITLES
 
 @dataclass(frozen=True)
 class Tally:
-    """On which data sets one method is better than another beyond chance, which are open, and which were not run."""
+    """The data sets on which one method is clearly better or worse than another, undecided, and not run."""
 
     better: tuple[str, ...]
     worse: tuple[str, ...]
@@ -25,7 +25,7 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """How many were compared."""
+        """The number of compared data sets."""
         return len(self.better) + len(self.worse) + len(self.undecided)
 
     def sentence(self, first: str, second: str) -> str:
@@ -33,18 +33,18 @@ class Tally:
         parts = [
             f"{first} is better than {second} on {len(self.better)} of {self.count}{in_brackets(self.better)}",
             f"worse on {len(self.worse)}{in_brackets(self.worse)}",
-            f"and not to be told apart (p of at least 0.05) on {len(self.undecided)}{in_brackets(self.undecided)}",
+            f"and not clearly different (p of at least 0.05) on {len(self.undecided)}{in_brackets(self.undecided)}",
         ]
         return ", ".join(parts) + "."
 
     @property
     def word(self) -> str:
-        """What is left of a claim that the first is better everywhere."""
+        """The verdict on the claim that the first is better everywhere."""
         return survival(len(self.better), self.count) if self.count else "Not run"
 
 
 def verdicts(results: Results, figure: str) -> list[str]:
-    """A sentence for each conclusion about tables that results tell something of."""
+    """A sentence for each conclusion about tables that has results."""
     found: list[str] = []
     norms = ("none",) if figure == "table-1" else ("none", "bounded")
     for norm in norms:
@@ -70,7 +70,7 @@ def verdicts(results: Results, figure: str) -> list[str]:
 
 
 def image_verdicts(results: Results) -> list[str]:
-    """Of figure 1."""
+    """Verdicts on figure 1."""
     found = []
     for norm in ("none", "bounded"):
         better: list[str] = []
@@ -111,7 +111,7 @@ def image_verdicts(results: Results) -> list[str]:
 
 
 def averaging_verdict(results: Results) -> list[str]:
-    """Of figure 4."""
+    """The verdict on figure 4."""
     gains: dict[str, list[float]] = {}
     for row in image_rows(False):
         if row.data == AVERAGED_DATA and row.norm == "none":
@@ -123,15 +123,15 @@ def averaging_verdict(results: Results) -> list[str]:
         return []
     means = {method: 100 * sum(values) / len(values) for method, values in gains.items()}
     alike = abs(means["lip"] - means["dp-sgd"]) < 1
-    told = ", ".join(f"{TITLES[m]} {gain:+.1f} points" for m, gain in means.items())
+    words = ", ".join(f"{TITLES[m]} {gain:+.1f} points" for m, gain in means.items())
     return [
         f'"Averaged parameters have a similar effect on both methods": **{"Survives" if alike else "Does not survive"}'
-        f".** {told} ({len(gains['lip'])} runs each; similar means within one point)."
+        f".** {words} ({len(gains['lip'])} runs each; similar means within one point)."
     ]
 
 
 def runtime_verdict(results: Results) -> list[str]:
-    """Of figure 2."""
+    """The verdict on figure 2."""
     slower: list[str] = []
     ratios: list[float] = []
     for name, sizes in TIMED.items():
@@ -152,25 +152,25 @@ def runtime_verdict(results: Results) -> list[str]:
 
 
 def bias_verdict(results: Results) -> list[str]:
-    """Of figure 3."""
-    told, grown = [], 0
+    """The verdict on figure 3."""
+    words, grown = [], 0
     seeds: list[int] = []
     for name in BIASED:
         curves = [cell["curve"] for cell in results.at("3", name) if cell.get("curve")]
         for curve in curves:
             first, last = curve[0]["error"], curve[-1]["error"]
             grown += last > first
-            told.append(f"{SCHEMAS[name].title} {first:.3g} to {last:.3g}")
+            words.append(f"{SCHEMAS[name].title} {first:.3g} to {last:.3g}")
         if curves:
             seeds.append(len(curves))
-    if not told:
+    if not words:
         return []
-    word = survival(grown, len(told))
+    word = survival(grown, len(words))
     if min(seeds) < SEEDS:
         word = f"{NOT_TESTED} (fewer than {SEEDS} seeds)"
     return [
         f'"The error that clipping makes grows along a run of DP-SGD": **{word}.** From the first step to the last: '
-        f"{'; '.join(told)}."
+        f"{'; '.join(words)}."
     ]
 
 
@@ -192,7 +192,7 @@ def _pairs(norm: str, method: str, other_norm: str, other: str) -> list[tuple[st
 
 
 def _against_print(results: Results, figure: str) -> list[str]:
-    """Where the baseline, tuned like the others, passes what the paper prints for its own method."""
+    """Where DP-SGD, tuned like the others, is above the paper's number for its own method."""
     passed, compared = [], 0
     for name, claim in TABLES.items():
         ours = mean_of(results.tested(figure, Row(name, "none", "dp-sgd", claim.epsilon)))

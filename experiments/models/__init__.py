@@ -1,4 +1,4 @@
-"""The papers' models by name. A new one is a function and a line of `_MODELS`."""
+"""The papers' models by name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ __all__ = ["NORMS", "PLACEMENTS", "build", "make_orthogonal_", "names", *_MODELS
 
 
 def names() -> list[str]:
-    """Every model that `build` knows."""
+    """The names of all models."""
     return list(_MODELS)
 
 
@@ -71,7 +71,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
     Args:
         name: one of `names()`.
-        options: those of the function of that name, such as `classes`; for the networks with a normalization also
+        options: arguments of the function of that name, such as `classes` and, for networks with a normalization,
             `norm`: "batch", "layer", "group" or "none".
     """
     one_of("model", name, _MODELS)

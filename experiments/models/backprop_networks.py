@@ -1,6 +1,6 @@
-"""The two networks of the paper on backpropagation clipping (Stevens et al. 2022), as printed and as they may be.
+"""The two networks of the paper on backpropagation clipping (Stevens et al. 2022), with options.
 
-The paper leaves out padding and bias, for which it has no bound. There are bounds for both, so both are options.
+The paper has no padding and no bias, because it has no bound for them. clipwise has, so both are options.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def backprop_mnist(
         classes: the number of outputs.
         padding: two zeros around the image, as in the network that the paper started from.
         bias: in every layer.
-        activation: "relu", or "tanh", which suits clipping of single examples.
+        activation: "relu", or "tanh", which is better for per-example clipping.
         norm: behind each convolution: "none" as printed, "group", "layer" or "batch".
     """
     act = _activation(activation)
@@ -62,8 +62,7 @@ def backprop_cifar10(
 
     Args:
         classes: the number of outputs.
-        pool_stride: 1, or 2, which leaves 4 x 4 pixels to the linear layer and needs padding: without, there is
-            nothing left for the last convolution.
+        pool_stride: 1, or 2, which leaves 4 x 4 pixels to the linear layer and needs padding.
         padding: convolutions keep the size of an image.
         bias: in every layer.
         activation: "relu" or "tanh".
@@ -99,7 +98,7 @@ def backprop_cifar10(
 
 
 def _norm(name: str, channels: int) -> list[nn.Module]:
-    """None is no module: layers keep their places."""
+    """The norm as a list of modules, empty for "none"."""
     made = norm_of(name)(channels)
     return [] if name == "none" else [made]
 

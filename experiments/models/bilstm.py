@@ -18,7 +18,7 @@ class BiLSTM(nn.Module):
     ) -> None:
         super().__init__()
         make_norm = norm_of(norm, positions=False)
-        behind = 2 - without_norm(placement)  # how many of the two layers have a norm behind them
+        behind = 2 - without_norm(placement)  # the number of layers with a norm, of two
         self.words = nn.Embedding(words, width, padding_idx=PADDING)
         self.words.weight.requires_grad_(trains_words)
         self.lstm = nn.LSTM(width, units, batch_first=True, bidirectional=True)
@@ -44,19 +44,19 @@ def bilstm(
     units: int = 64,
     trains_words: bool = True,
 ) -> BiLSTM:
-    """A network for short texts; its sizes are ours, since Davody et al. do not state theirs.
+    """A network for short texts. Davody et al. do not state its sizes; these are ours.
 
     Args:
         classes: the number of outputs.
         norm: "none", "layer", "group" or "batch", over the units of a text.
         placement: "every": behind the LSTM and behind the dense layer; "hidden": behind the LSTM alone.
-        words: how many ids there are; 0 fills texts up.
-        width: of a word's vector.
-        units: of the LSTM, in each direction.
-        trains_words: whether word vectors are trained; otherwise they stay as they were drawn, with deviation 1.
+        words: the number of ids; 0 is padding.
+        width: the length of word vectors.
+        units: units of the LSTM in each direction.
+        trains_words: whether word vectors are trained; otherwise they are random with deviation 1.
     """
     model = BiLSTM(classes, words, width, units, norm, placement, trains_words)
     if trains_words:
         with torch.no_grad():
-            model.words.weight.mul_(width**-0.5)  # vectors of length 1, so that Adam's steps matter
+            model.words.weight.mul_(width**-0.5)  # length 1, so that Adam's steps matter
     return model

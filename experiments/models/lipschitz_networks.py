@@ -1,11 +1,11 @@
-"""Networks whose gradients can be bounded by the norms of their weights, after Barczewski and Ramon (2024).
+"""Networks with gradients that are bounded by the norms of their weights, after Barczewski and Ramon (2024).
 
-The paper prints numbers of layers and of parameters, and no list of layers. The lists are ours and have these numbers.
-Pools take means: their slope is below that of a largest value, so the bounds are tighter.
+The paper gives the numbers of layers and of parameters but no list of layers. The lists are ours, with these numbers.
+Pools are mean pools: their slope is smaller than that of max pools, so the bounds are tighter.
 
-All take the number of `classes`, `norm` behind each layer but the last linear ones ("none", "group" or "bounded"),
-`input_norm`, to which inputs are clipped first if it is given, and of norms the `groups` and the floor `alpha` under
-the deviation, for "bounded".
+Common arguments: the number of `classes`; `norm` behind each layer except the last linear ones ("none", "group" or
+"bounded"); `input_norm`, to which inputs are clipped if it is given; the `groups` of norms; and `alpha`, the least
+deviation for "bounded".
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def patch_convnet6(
 ) -> nn.Sequential:
     """Six layers and 132,746 parameters, as `convnet6`, for images of 28 x 28, with windows that do not overlap.
 
-    A convolution whose windows overlap can be bounded by sqrt(cover) times the norm of its filters only, and random
-    images are far from that: over four of them the bounds grow by hundreds. Here each window is as large as its stride:
+    A convolution with overlapping windows has the bound sqrt(cover) times the norm of its filters, which is far above
+    its gain on random images: over four layers the bounds grow by hundreds. Here each window is as large as its stride:
     2 x 2, 2 x 2, 1 x 1 and 7 x 7 with 8, 24, 40 and 64 filters, which leave one position; then 72 units and the
     classes.
     """
@@ -139,9 +139,9 @@ def patch_vgg(
 
 @torch.no_grad()
 def make_orthogonal_(model: nn.Module) -> None:
-    """First weights of each layer as outputs x inputs: orthonormal rows or columns, whichever are fewer; no biases.
+    """Set each weight, as outputs x inputs, to orthonormal rows or columns (whichever are fewer), and biases to 0.
 
-    All singular values are 1, so a network passes on nearly as much as its bounds allow.
+    All singular values are 1, so activations and gradients are close to their bounds.
     """
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -151,7 +151,7 @@ def make_orthogonal_(model: nn.Module) -> None:
 
 
 def _clip(input_norm: float | None) -> list[nn.Module]:
-    """A visible clip of the inputs, if a norm is given."""
+    """A module that clips inputs, if a norm is given."""
     return [] if input_norm is None else [ClipInput(input_norm)]
 
 
@@ -160,8 +160,8 @@ def _norm(kind: str, groups: int, alpha: float) -> Norm:
 
     Args:
         kind: "none"; "group", with a scale and a shift to train; or "bounded": (x - mu) / max(alpha, sigma), without
-            parameters, whose slope is at most 1 / alpha.
-        groups: at most so many, evenly, of two channels or more.
+            parameters, with a slope of at most 1 / alpha.
+        groups: the maximum number of groups, which are equal and have at least two channels.
     """
     one_of("norm", kind, KINDS)
     if kind == "bounded":

@@ -1,8 +1,8 @@
-"""Networks for images with a norm of choice: LeNet, VGG, ResNet-18 and those of the papers on clipping and norms.
+"""Networks for images with a selectable norm: LeNet, VGG, ResNet-18 and those of the papers on clipping and norms.
 
-All take the number of `classes`, `image_channels` (1 for grey, 3 for colour) and `norm`: "none", "layer", "group" or
-"batch". Where there is a `placement`, it says behind which layers the norm is: "every" one, "hidden" ones, or "mod",
-the last of the hidden ones left out.
+Common arguments: the number of `classes`, `image_channels` (1 for grey, 3 for colour) and `norm`: "none", "layer",
+"group" or "batch". `placement` selects the layers with a norm: "every" layer, "hidden" layers, or "mod", all hidden
+layers except the last.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def light_vgg(
 ) -> nn.Sequential:
     """Two convolutions of 64, two of 128 and four of 256 channels with pools between, then 512 and the classes.
 
-    This is the VGG of table 1 of Davody et al. Its details are in an appendix that was not at hand: kernels of 3 x 3,
+    This is the VGG of table 1 of Davody et al. Its details are in an appendix that was not available: kernels of 3 x 3,
     ReLU and maximum pools are those of VGG. `width` is the number of channels of the first stage.
     """
     layers = [*_convolutions(_LIGHT_VGG, image_channels, width), *_linear(4 * width, 8 * width, classes)]
@@ -170,7 +170,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Conv
 
 
 def _convolutions(stages: tuple[tuple[int, int], ...], inputs: int, width: int) -> list[nn.Module]:
-    """Of VGG: stages of 3 x 3 with ReLU, a pool behind each, and the mean over what is left."""
+    """The convolutions of VGG: stages of 3 x 3 with ReLU and a pool, then the mean over positions."""
     layers: list[nn.Module] = []
     for count, times in stages:
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The normalization of a model by name, and where in a stack of layers there is one."""
+"""Normalization layers by name, and their placement."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from clipwise.validation.arguments import one_of
 
 Norm = Callable[[int], nn.Module]
 MOST_GROUPS = 32
-FEWEST_WITHOUT_POSITIONS = 8  # values of a group: two would only leave a sign
+FEWEST_WITHOUT_POSITIONS = 8  # values per group: a group of two would keep only a sign
 
 
 def group_norm(channels: int) -> nn.Module:
-    """Group normalization with gcd(32, channels / 2) groups: at most 32, evenly, of two channels or more.
+    """Group normalization with gcd(32, channels / 2) equal groups: at most 32, each of two channels or more.
 
-    A group of one channel would be a constant where one position is left.
+    A group of one channel would be a constant if one position is left.
     """
     return nn.GroupNorm(math.gcd(MOST_GROUPS, channels // 2 or 1), channels)
 
 
 def unit_group_norm(units: int) -> nn.Module:
-    """The same behind a linear layer, whose units have one value each: groups of eight or more, or a single one."""
+    """Group normalization behind a linear layer, with one value per unit: groups of eight or more, or a single one."""
     most = range(min(MOST_GROUPS, units // FEWEST_WITHOUT_POSITIONS), 0, -1)
     return nn.GroupNorm(next((g for g in most if units % g == 0), 1), units)
 
 
 def layer_norm(channels: int) -> nn.Module:
-    """Over all channels and positions of an example, with a scale and a shift a channel."""
+    """Normalization over all channels and positions of an example, with a scale and a shift per channel."""
     return nn.GroupNorm(1, channels)
 
 
 def no_norm(channels: int) -> nn.Module:
-    """The layer is left out."""
+    """No normalization."""
     return nn.Identity()
 
 
@@ -49,12 +49,12 @@ _WITHOUT_POSITIONS: dict[str, Norm] = {"batch": nn.BatchNorm1d, "group": unit_gr
 
 
 def norm_of(name: str, *, positions: bool = True) -> Norm:
-    """From channels to a layer, for images or, without `positions`, for the units of a linear layer."""
+    """A function from channels to a norm, for images or, without `positions`, for the units of a linear layer."""
     one_of("norm", name, NORMS)
     return NORMS[name] if positions else _WITHOUT_POSITIONS.get(name, NORMS[name])
 
 
-# How many of the last trainable layers have no norm behind them.
+# The number of last trainable layers without a norm.
 PLACEMENTS = {
     "every": 0,  # a norm behind each of them, the layer that gives the scores too
     "hidden": 1,  # none behind the scores, as networks usually are
@@ -63,7 +63,7 @@ PLACEMENTS = {
 
 
 def without_norm(placement: str) -> int:
-    """How many layers at the end have no norm."""
+    """The number of last layers without a norm."""
     one_of("placement", placement, PLACEMENTS)
     return PLACEMENTS[placement]
 
@@ -71,7 +71,7 @@ def without_norm(placement: str) -> int:
 def normalized(plain: Sequence[nn.Module], norm: str, placement: str) -> nn.Sequential:
     """The layers in their order, with a norm right behind each linear and convolutional one.
 
-    A bias in front of batch normalization changes nothing, yet would be clipped and noised: it is left out.
+    A bias in front of batch normalization has no effect but would be clipped and noised, so it is left out.
 
     Args:
         plain: layers, activations and pools.

@@ -1,8 +1,8 @@
-"""What noised running statistics are worth on MNIST, beside public ones and beside no batch norm at all.
+"""Accuracy with noised running statistics on MNIST, next to public statistics and to no batch norm.
 
 `python -m experiments noised-statistics --data DIR` writes results/table.json and results/table.md beside this
-file. A small network, 400 steps, accuracy on the last 10,000 training images, which are not trained on: the test part
-is not read. `--steps` and `--seeds` make it shorter or longer.
+file. A small network, 400 steps, accuracy on the last 10,000 training images, which are held out: the test part is not
+read. `--steps` and `--seeds` make it shorter or longer.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from experiments.harness.command import parser_of
 
 HERE = Path(__file__).parent
 BATCH_SIZE, PUBLIC, HELD_OUT = 512, 1000, 10_000
-# Under Batch: mini-sets, noise multiplier, rule. All with C = 1 and momentum SGD at 0.05.
+# Under Batch: microbatches, noise multiplier, rule. All with C = 1 and momentum SGD at 0.05.
 BY_MINI_SET = [
     (64, 0.7, NoisedStatistics()),
     (64, 0.7, NoisedStatistics(max_norm=0.1)),
     (64, 0.7, NoisedStatistics(max_norm=2.0)),
     (16, 0.7, NoisedStatistics()),
 ]
-# Under PerExample, with C = 0.5 and noise multiplier 1: the kind of norm, and learning rates of which the best counts.
+# Under PerExample, with C = 0.5 and noise multiplier 1: the kind of norm, and the learning rates to try.
 NORMS = ("none", "group", "public-exact", "released")
 RATES = (1.0, 2.0, 4.0)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run everything, and write."""
+    """Run everything and write the results."""
     options = parser_of("python -m experiments noised-statistics", __doc__)
     options.add_argument("--data", default=None, help="the folder of the data sets")
     options.add_argument("--steps", type=int, default=400)
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
         *(("by_example", partial(by_example, x, y, norm, seeds, given.steps)) for norm in NORMS),
         *(("by_mini_set", partial(by_mini_set, x, y, *row, seeds, given.steps)) for row in BY_MINI_SET[1:]),
     ]
-    for table, run in rows:  # written after each, so that one may stop early
+    for table, run in rows:  # written after each row, so that a stopped command keeps its results
         result[table].append(run())
         (given.out / "table.json").write_text(json.dumps(result, indent=1) + "\n")
         (given.out / "table.md").write_text(written(result))
@@ -86,7 +86,7 @@ def network(seed: int, bias: bool = False) -> nn.Sequential:
 def by_mini_set(
     x: Tensor, y: Tensor, mini_sets: int, z: float, rule: NoisedStatistics, seeds: range, steps: int
 ) -> dict[str, Any]:
-    """One way to learn statistics, and how the same weights do with other ones."""
+    """One rule of noised statistics, and the accuracy of the same weights with public statistics."""
     runs = []
     for seed in seeds:
         start = time.perf_counter()
@@ -136,7 +136,7 @@ def train(
     clipping: Any,
     z: float,
 ) -> Private:
-    """So many private steps on all but the public and the held-out images."""
+    """`steps` private steps on all images except the public and the held-out ones."""
     rows = slice(0, len(x) - HELD_OUT - PUBLIC)
     dataset = TensorDataset(x[rows], y[rows])
     private = make_private(
@@ -153,20 +153,20 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """On what is held out."""
+    """Accuracy on the held-out images."""
     model.eval()
     return round(float((model(x[-HELD_OUT:]).argmax(1) == y[-HELD_OUT:]).float().mean()), 4)
 
 
 def distance(model: nn.Module, means: list[Tensor]) -> float:
-    """Of released means from public ones, in standard deviations: the root mean square over all channels."""
+    """The root mean square over channels of released minus public means, in standard deviations."""
     norms = [norm for norm in model if isinstance(norm, layers.BatchStatisticsNorm)]  # type: ignore[attr-defined]
     off = [(a - n.running_mean) / n.running_var.sqrt() for a, n in zip(means, norms, strict=True)]
     return round(float(torch.cat(off).square().mean().sqrt()), 3)
 
 
 def written(result: dict[str, Any]) -> str:
-    """As a page."""
+    """The results as Markdown."""
     lines = [
         f"Batch clipping, {result['steps']} steps, batches of {BATCH_SIZE}; epsilon at delta = 1e-5.",
         "",
@@ -193,7 +193,7 @@ def written(result: dict[str, Any]) -> str:
 
 
 def mean_of(values: list[float]) -> str:
-    """With its standard error, if there are several seeds."""
+    """The mean, with its standard error if there are several seeds."""
     if len(values) < 2:
         return f"{values[0]:.3f}"
     return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) / math.sqrt(len(values)):.3f}"

@@ -1,6 +1,6 @@
-"""What the paper says, in percent: by family and method, a text for each value. No entry where it says nothing.
+"""The paper's accuracies in percent, by family and method, as a text for each value.
 
-"fails" is where it says that training does not converge. Values marked † come from a scheme whose epsilon is not true.
+"fails" means that training does not converge. Values marked † come from a scheme with a wrong epsilon.
 """
 
 from __future__ import annotations
@@ -64,6 +64,6 @@ CLAIMS: dict[str, Claims] = {
 
 
 def number(claim: str) -> float | None:
-    """A claim as a number; None where there is none."""
+    """A claim as a number; None if it is not a number."""
     text = claim.rstrip("†")
     return None if text in ("", _FAILS) else float(text)

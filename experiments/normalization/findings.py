@@ -1,4 +1,4 @@
-"""Which of the paper's gains survive, computed from the runs and said in words."""
+"""Sentences on which of the paper's gains survive, computed from the runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BORNE = 1.0  # points that an accuracy may lose and still count as kept
 
 
 def findings(table: Table, found: Results) -> list[str]:
-    """A line for each thing that the runs tell."""
+    """A line for each finding."""
     return list(_gains(table, found) if table.over == "epsilon" else _robustness(table, found))
 
 
@@ -33,7 +33,7 @@ def _gains(table: Table, found: Results) -> Iterator[str]:
 
 
 def _survival(table: Table, found: Results, family: str, method: str) -> str:
-    """Where a method's gain over no norm is as large as the paper says, smaller, or not there."""
+    """Where a method's gain over no norm is as large as in the paper, smaller, or absent."""
     by_verdict: dict[str, list[str]] = {}
     for value in table.values:
         gain = _gain(found, family, method, BASELINE, value)
@@ -43,12 +43,12 @@ def _survival(table: Table, found: Results, family: str, method: str) -> str:
             by_verdict.setdefault(verdict(gain, claim), []).append(
                 f"epsilon {value:g} ({gain.signed()}{beside})"
             )
-    told = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
-    return f"{family}, {method} against no norm: " + "; ".join(told) + "." if by_verdict else ""
+    words = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
+    return f"{family}, {method} against no norm: " + "; ".join(words) + "." if by_verdict else ""
 
 
 def claimed_gain(table: Table, family: str, method: str, value: float) -> float | None:
-    """What the paper says that a method gains over no norm. Kinds of public statistics stand for its batch norm."""
+    """The paper's gain of a method over no norm. Kinds of public statistics are compared with its batch norm."""
     column = PAPERS_BATCH_NORM if method in PUBLIC_KINDS else method
     with_norm = number(table.claims.get((family, column), {}).get(value, ""))
     without = number(table.claims.get((family, BASELINE), {}).get(value, ""))
@@ -56,7 +56,7 @@ def claimed_gain(table: Table, family: str, method: str, value: float) -> float 
 
 
 def verdict(gain: Measured, claim: float | None) -> str:
-    """In words: whether there is a clear gain, and whether the claim lies clearly above it."""
+    """Whether there is a clear gain, and whether the claim is clearly above it."""
     if gain.error is None:
         return "one seed, so no verdict"
     if Measured(-gain.mean, gain.error).exceeds(0):
@@ -70,15 +70,15 @@ def verdict(gain: Measured, claim: float | None) -> str:
 
 
 def _best(table: Table, found: Results, family: str) -> Iterator[str]:
-    """Whether public statistics are worth more than group norm, which needs no public data."""
+    """Whether public statistics are better than group norm, which needs no public data."""
     for kind in (method for method in table.methods if method in PUBLIC_KINDS):
-        told = []
+        words = []
         for value in table.values:
             gain = _gain(found, family, kind, "group norm", value)
             if gain is not None:
-                told.append(f"{gain.signed()} at epsilon {value:g}")
-        if told:
-            yield f"{family}, {kind} against group norm: {', '.join(told)}."
+                words.append(f"{gain.signed()} at epsilon {value:g}")
+        if words:
+            yield f"{family}, {kind} against group norm: {', '.join(words)}."
 
 
 def _gain(found: Results, family: str, method: str, other: str, value: float) -> Measured | None:
@@ -104,7 +104,7 @@ def _robustness(table: Table, found: Results) -> Iterator[str]:
 
 
 def _borne(accuracies: dict[float, float | None]) -> str:
-    """The noise up to which at most a point is lost, and what the largest noise leaves. None is a failure."""
+    """The noise up to which at most a point is lost, and the accuracy at the largest noise. None is a failure."""
     first = accuracies[0.0]
     assert first is not None
     most = 0.0

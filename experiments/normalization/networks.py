@@ -1,4 +1,4 @@
-"""From a setting to its network, with public statistics or noisy weights where it says so."""
+"""The network of a setting, with public statistics or noisy weights if the setting has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRETRAINING_EPOCHS, PRETRAINING_BATCH, PRETRAINING_RATE = 20, 128, 1e-3
 def network(
     setting: Setting, seed: int, channels: int, classes: int, public: TensorDataset, rows: Tensor | None
 ) -> nn.Module:
-    """The network of a run, its first weights from the seed, on the device of the public part."""
+    """The network of a run with initial weights from the seed, on the device of the public part."""
     device = public.tensors[0].device
     model = _plain(setting, seed, channels, classes).to(device)
     if setting.pretrained:
@@ -31,8 +31,8 @@ def network(
     elif setting.norm == "released":
         layers.with_released_statistics(model)
     elif setting.norm == "batch":
-        # Each pass takes the statistics of its own rows: weights that are drawn anew have no others, and running
-        # statistics of private rows would be a release.
+        # Each pass uses the statistics of its own rows: running statistics do not fit weights with fresh noise, and
+        # those of private rows would be a release.
         layers.without_running_statistics(model)
     return layers.with_noisy_weights(model, setting.noise) if setting.noise else model
 
@@ -52,7 +52,7 @@ def _plain(setting: Setting, seed: int, channels: int, classes: int) -> nn.Modul
 def _pretrained(
     setting: Setting, seed: int, channels: int, classes: int, public: TensorDataset
 ) -> dict[str, Tensor]:
-    """Weights trained on public labelled images, and linear layers as they were first drawn."""
+    """Weights trained on public labelled images, and untrained linear layers."""
     plain = Setting(
         model=setting.model, norm=setting.built_norm, placement=setting.placement, width=setting.width
     )
@@ -81,7 +81,7 @@ def _trained_openly(
 
 
 def _only_linear(model: nn.Module) -> None:
-    """Convolutions stay as they are. Norms are trained: exact public statistics work with their gradients."""
+    """Freeze convolutions. Norms are trained, because exact public statistics need their gradients."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.requires_grad_(False)

@@ -21,8 +21,8 @@ _OURS["epsilon"] = (
     "scheme lets one record move all gradients of its batch."
 )
 _BY_MINI_SET = (
-    f" BC clips the mean gradient of mini-sets of about {MINI_SET} records, to the same bound, and normalizes by the "
-    "mini-set at hand; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
+    f" BC clips the mean gradient of microbatches of about {MINI_SET} records, to the same bound, and normalizes by "
+    "the microbatch; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
     "an update's noise is about as large."
 )
 _RELEASED = " Noised statistics take a tenth of the privacy of each step."
@@ -32,7 +32,7 @@ def markdown(store: Store, is_quick: bool) -> str:
     """The whole page."""
     lines = ["# Normalization layers: results", ""]
     if is_quick:
-        lines += ["**A quick run on small data: it shows that everything works, and nothing else.**", ""]
+        lines += ["**A quick run on small data, to check that everything runs.**", ""]
     lines += report.how(store)
     lines += [
         "Accuracy in percent on the test part, read once at the end of a run: mean and standard error over seeds. "
@@ -61,7 +61,7 @@ def markdown(store: Store, is_quick: bool) -> str:
 
 
 def _table(table: Table, found: Results) -> Iterator[str]:
-    """Values down; the paper's methods, then ours, across."""
+    """One row per value; columns are the paper's methods, then ours."""
     number = f"Table {table.name}" if table.name.isdigit() else f"Beside table {table.name.partition('-')[0]}"
     yield f"## {number}. {table.title}"
     yield ""
@@ -84,10 +84,10 @@ def _table(table: Table, found: Results) -> Iterator[str]:
             seeds = " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
             entries = [f"{value:g}", *claims, *map(_entry, cells.values()), seeds]
             yield "| " + " | ".join(entries) + " |"
-    told = findings(table, found)
-    if told:
+    words = findings(table, found)
+    if words:
         yield ""
-        yield from (f"- {line}" for line in told)
+        yield from (f"- {line}" for line in words)
 
 
 def _entry(cells: list[Cell]) -> str:
@@ -96,7 +96,7 @@ def _entry(cells: list[Cell]) -> str:
 
 
 def _chosen(table: Table, found: Results) -> Iterator[str]:
-    """Which of the trials were taken, and the noise that they had."""
+    """The chosen trials and their noise."""
     yield f"## Settings chosen for table {table.name}"
     yield ""
     yield "| network | method | epsilon | spent | noise multiplier | steps | setting |"
@@ -105,5 +105,5 @@ def _chosen(table: Table, found: Results) -> Iterator[str]:
         done = [cell for cell in cells if "accuracy" in cell]
         if done:
             cell = max(done, key=lambda run: float(run["epsilon"]))
-            told = f"{rounded_up(cell['epsilon'])} | {cell['noise_multiplier']:.4g} | {cell['steps']}"
-            yield f"| {family} | {method} | {value:g} | {told} | `{cell['setting']}` |"
+            words = f"{rounded_up(cell['epsilon'])} | {cell['noise_multiplier']:.4g} | {cell['steps']}"
+            yield f"| {family} | {method} | {value:g} | {words} | `{cell['setting']}` |"

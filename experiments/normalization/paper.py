@@ -1,4 +1,4 @@
-"""The normalization paper's runs: tables in the declared order, each entry's trials first, then its tested runs."""
+"""The runs of the normalization paper: for each entry of the tables its trials, then its test runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIGURE = "1"
 
 
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
-    """What every entry of the tables that are asked for can begin now."""
+    """The runs of the selected tables that can start now."""
     for table in TABLES:
         methods = _methods(table, options)
         made = quick(table) if options.quick else table
@@ -28,7 +28,7 @@ def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
 def _entry(
     table: Table, family: str, method: str, value: float, options: Options, found: Mapping[str, Cell]
 ) -> Iterator[Task]:
-    """Trials on the validation part; when all are there, the best of them on the test part."""
+    """Trials on the validation part; when all are finished, the best of them on the test part."""
     row = f"{family}, {method}, {table.over} {value:g}"
     tried = table.tried(family, method, value)
     places = [Place(of_table(table.name), row, s.epochs, options.quick, value) for s in tried]
@@ -44,7 +44,7 @@ def _entry(
 
 
 def _methods(table: Table, options: Options) -> Iterable[str]:
-    """All of a table that is asked for; for figure 1, the columns that it is drawn from."""
+    """All methods of a selected table; for figure 1, its columns."""
     if not options.figures:
         return table.methods if not options.quick or table.name in QUICK else ()
     if of_table(table.name) in options.figures:
@@ -59,5 +59,5 @@ PAPER = Paper(
     train=train_task,
     page=page.markdown,
     plots=plots.plot_all,
-    takes_epochs=False,  # they are among what is tried
+    takes_epochs=False,  # epochs are part of the search
 )

@@ -14,7 +14,7 @@ Results = dict[Place, list[Cell]]
 
 
 def best_of(trials: Sequence[Cell]) -> int | None:
-    """The place of the best trial by its accuracy on the validation part, the first of equal ones."""
+    """The index of the trial with the best validation accuracy, the first of equal ones."""
     found = [(cell["accuracy"], -place) for place, cell in enumerate(trials) if "accuracy" in cell]
     return -max(found)[1] if found else None
 
@@ -25,7 +25,7 @@ def tables_of(is_quick: bool) -> tuple[Table, ...]:
 
 
 def results(table: Table, store: Store) -> Results:
-    """The tested runs of each entry that has any; a failed trial where no trial came through."""
+    """The test runs of each entry that has any; a failed trial if all trials failed."""
     tested: dict[str, list[Cell]] = {}
     for cell in store.cells.values():
         if cell["judged_by"] == "test":
@@ -46,6 +46,6 @@ def _entry(tried: list[Setting], store: Store, tested: dict[str, list[Cell]]) ->
     trials = [store.cells.get(key_of(setting, "validation", 0)) for setting in tried]
     finished = [cell for cell in trials if cell is not None]
     if len(finished) < len(tried):
-        return []  # the choice is not made yet
+        return []  # not all trials have finished
     best = best_of(finished)
     return finished[:1] if best is None else tested.get(tried[best].key, [])

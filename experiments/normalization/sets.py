@@ -1,4 +1,4 @@
-"""The data of a run, on its device, in the form that the model takes."""
+"""The data of a run, on its device, in the model's input format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments import data
 
 PUBLIC_ROWS = 128
 MADE_UP = "made-up texts"  # for a quick run, which needs no data sets
-# Whose public rows stand beside a private set that gives up none of its own.
+# The data set that provides the public rows of a private data set.
 _PUBLIC_OF = {"mnist": "kmnist", "ag_news": "imdb"}
 _WORDS = 40  # of a text
 
@@ -23,10 +23,10 @@ class Sets(NamedTuple):
     """Parts that share no record.
 
     Attributes:
-        train: what is trained on.
+        train: the training part.
         validation: for choosing settings, and for the accuracy after each epoch; empty where it is trained on.
-        held_out: what a run is judged by: the test part, or the validation part while settings are chosen.
-        public: the labelled tenth that counts as public, of sets that have no other public data; empty otherwise.
+        held_out: the evaluation part: the test part, or the validation part while settings are chosen.
+        public: the labelled tenth that counts as public, for sets without other public data; empty otherwise.
     """
 
     train: TensorDataset
@@ -38,15 +38,15 @@ class Sets(NamedTuple):
 def load(
     name: str, side: int, folder: Path | None, device: torch.device, *, judged_by: str, trains_on_all: bool
 ) -> Sets:
-    """A data set cut into parts.
+    """A data set split into parts.
 
     Args:
         name: of the data set.
-        side: what images are cut, filled up or (digits) enlarged to.
+        side: the size to which images are cropped, padded or (digits) enlarged.
         folder: of the data sets.
-        device: where the tensors go, once.
-        judged_by: "test", or "validation" where the test part may not be read.
-        trains_on_all: whether the final run, judged by the test part, is trained on the validation part too.
+        device: of the tensors.
+        judged_by: "test", or "validation" while the test part must not be read.
+        trains_on_all: whether the final run is trained on the validation part too.
     """
     parts = data.split(_read(name, True, side, folder), validation=True)
     train, public = parts.private, parts.public
@@ -62,7 +62,7 @@ def load(
 def public_rows(name: str, side: int, folder: Path | None, device: torch.device) -> Tensor:
     """128 rows, without labels: of another data set if there is one, else of the public tenth."""
     if name in _PUBLIC_OF:
-        # Of KMNIST only the test part is at hand: nothing is tested on it here.
+        # Only the test part of KMNIST is available; nothing is tested on it.
         other = _read(_PUBLIC_OF[name], False, side, folder)
     else:
         other = data.split(_read(name, True, side, folder)).public
@@ -77,12 +77,12 @@ def _read(name: str, train: bool, side: int, folder: Path | None) -> TensorDatas
     x, y = data.images(name, train, folder).tensors
     if name == "digits":
         x = F.interpolate(x, size=side)
-    margin = side - x.shape[-1]  # negative: the middle is cut out
+    margin = side - x.shape[-1]  # negative: the centre is cropped
     return TensorDataset(data.look(name).standardised(F.pad(x, [margin // 2] * 4)), y)
 
 
 def _made_up(train: bool) -> TensorDataset:
-    """Texts of 12 words of which some tell the class: nothing can be learned from how well they are read."""
+    """Synthetic texts of 12 words, some of which indicate the class. Accuracies on them mean nothing."""
     random = torch.Generator().manual_seed(int(train))
     y = torch.randint(4, (600 if train else 200,), generator=random)
     ids = torch.randint(50, 2000, (len(y), 12), generator=random)

@@ -1,4 +1,4 @@
-"""One training run as data: everything that decides its result but the seed."""
+"""One training run as data: everything that determines its result except the seed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Setting(Keyed):
     """A training run.
 
     Attributes:
-        data, model: by name.
-        norm: "none", "layer", "group", "batch", or in place of "batch" a kind of public statistics, or "released":
-            by the noised running statistics that were released before.
-        placement: behind which layers there is a norm, see `experiments.models.PLACEMENTS`.
-        width: of the first stage of a deep network; None for its usual one.
-        noise: standard deviation of the noise on every weight, drawn at each pass. No privacy comes of it.
-        epsilon: the privacy budget; None is training without privacy.
-        clip: what is clipped in private training: the gradient of each "example", or the mean gradient of each
-            mini-set, "batch". The latter allows statistics of the mini-set.
-        statistics: those for evaluation, where mini-sets are clipped: of "public" rows, or "noised" ones of the run.
-        pretrained: convolutions come from public labelled images and stay; linear layers and norms are trained.
+        data, model: names.
+        norm: "none", "layer", "group", "batch", a kind of public statistics, or "released": noised running statistics
+            that earlier steps released.
+        placement: the layers with a norm, see `experiments.models.PLACEMENTS`.
+        width: of the first stage of a deep network; None for the usual one.
+        noise: standard deviation of the noise on every weight, drawn at each pass. It gives no privacy.
+        epsilon: the privacy budget; None trains without privacy.
+        clip: "example" clips the gradient of each example, "batch" the mean gradient of each microbatch. The latter
+            allows statistics of the microbatch.
+        statistics: for evaluation with clip="batch": of "public" rows, or "noised" ones of the run.
+        pretrained: freeze convolutions that were trained on public labelled images.
         trains_words: whether word vectors are trained.
-        batch_size: the expected one, where it is private.
-        epochs, learning_rate: as they say. Private runs use SGD with momentum, others Adam.
+        batch_size: the (expected) batch size.
+        epochs, learning_rate: private runs use SGD with momentum, others Adam.
     """
 
     NAMED = ("data", "model", "norm", "placement")
@@ -51,7 +51,7 @@ class Setting(Keyed):
 
     @property
     def is_private(self) -> bool:
-        """Whether anything is clipped and noised."""
+        """Whether the run clips and adds noise."""
         return self.epsilon is not None
 
     @property
@@ -66,17 +66,17 @@ class Setting(Keyed):
 
     @property
     def has_public_norm(self) -> bool:
-        """Whether the norm is by statistics of public rows, in training too."""
+        """Whether the norm uses statistics of public rows, also in training."""
         return self.norm in PUBLIC_KINDS
 
     @property
     def clips_mini_sets(self) -> bool:
-        """Whether mini-sets are clipped, and not examples."""
+        """Whether microbatches are clipped instead of examples."""
         return self.clip == "batch"
 
     @property
     def built_norm(self) -> str:
-        """The norm that the model is built with; those with public statistics take the place of batch norm."""
+        """The norm that the model is built with. Public statistics replace batch norm later."""
         return "batch" if self.has_public_norm or self.norm == "released" else self.norm
 
     @property

@@ -1,7 +1,7 @@
-"""Figure 1 in numbers: how many epochs it takes until the validation accuracy is near that without noise.
+"""Figure 1 in numbers: the number of epochs until the validation accuracy is near that without noise.
 
-At one learning rate for all noises, as in the paper. A normalized network does not change if weights, noise and rate
-all grow by the same factor, so that a larger rate makes up for larger noise: every rate that was tried has its line.
+The learning rate is the same for all noises, as in the paper. A normalized network does not change if weights, noise
+and rate grow by the same factor, so a larger rate compensates larger noise. The table has a line for each rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Curves = dict[float, list[float]]  # by noise
 
 
 def curves(table: Table, store: Store, family: str, trial: int) -> Curves:
-    """The mean accuracy over all runs with one trial's rate, epoch by epoch; nothing for a noise without runs."""
+    """The mean accuracy after each epoch over all runs with one trial's rate, by noise."""
     found: Curves = {}
     for value in table.values:
         key = table.tried(family, FIGURE_1[table.name], value)[trial].key
@@ -29,12 +29,12 @@ def curves(table: Table, store: Store, family: str, trial: int) -> Curves:
 
 
 def epochs_to(target: float, accuracies: Sequence[float]) -> int | None:
-    """After how many epochs the target is reached; None if never."""
+    """The number of epochs until the target is reached; None if never."""
     return next((epoch for epoch, value in enumerate(accuracies, 1) if value >= target), None)
 
 
 def lines(table: Table, store: Store) -> Iterator[str]:
-    """A Markdown table of epochs by noise, and what noise 10 costs against noise 1."""
+    """A Markdown table of epochs by noise, and a comparison of noise 10 with noise 1."""
     yield "| network, learning rate | " + " | ".join(f"noise {value:g}" for value in table.values) + " |"
     yield "|---" * (1 + len(table.values)) + "|"
     remarks = []
@@ -44,17 +44,17 @@ def lines(table: Table, store: Store) -> Iterator[str]:
         for trial, found in zip(table.trials, by_trial, strict=True):
             name = f"{family}, {FIGURE_1[table.name]}, rate {trial['learning_rate']:g}"
             epochs = {value: epochs_to(target, accuracies) for value, accuracies in found.items()}
-            told = (
+            words = (
                 str(epochs[v] or f"not in {len(found[v])}") if v in epochs else "not run"
                 for v in table.values
             )
-            yield f"| {name} | " + " | ".join(told) + " |"
+            yield f"| {name} | " + " | ".join(words) + " |"
             remarks += _slower(name, epochs)
     yield from ["", *remarks] if remarks else []
 
 
 def _slower(name: str, epochs: dict[float, int | None]) -> list[str]:
-    """What the paper says of noise 1 and 10, here."""
+    """The paper's comparison of noise 1 and 10, in these runs."""
     fast, slow = epochs.get(1.0), epochs.get(10.0)
     if fast is None or 10.0 not in epochs:
         return []

@@ -1,7 +1,7 @@
-"""What each table of the paper shows, as training runs in the order of their importance.
+"""The tables of the paper as training runs, in order of importance.
 
-Tables 2 and 5 are run in full. Of the others a part of the values and columns and shorter runs, and each says what is
-shortened. To the paper's methods come group norm and the sound kinds of batch norm.
+Tables 2 and 5 are run in full. The others have a part of the values and columns and shorter runs; `shortened`
+describes this. The methods are the paper's, group norm and the sound kinds of batch norm.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ class Table:
 
     Attributes:
         name, title: as in the paper.
-        over: what its values are: "noise" or "epsilon".
-        values: one line each, for each family.
+        over: the quantity of its values: "noise" or "epsilon".
+        values: one row for each, in each family.
         families: networks by name.
-        methods: columns by name: what each changes.
-        trials: what is tried for every method and value alike; the best on the validation part is run on the test part.
-        seeds: how many runs of the best, at least.
-        shortened: in words, what is less than in the paper, and which kinds of norm are left out; empty where
-            nothing is.
+        methods: columns by name, with the fields that each changes.
+        trials: the trials of every method and value; the best on the validation part is run on the test part.
+        seeds: the minimum number of test runs of the best trial.
+        shortened: what is less than in the paper, and which norms are not run; empty if nothing is.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Table:
     claims: Claims = field(default_factory=dict)
 
     def tried(self, family: str, method: str, value: float) -> list[Setting]:
-        """The settings of one entry that compete: as many for each, in the same order."""
+        """The trials of one entry: the same number for each entry, in the same order."""
         setting = self.families[family].but(**self.methods[method]).but(**{self.over: value})
         return [setting.but(**trial) for trial in self.trials]
 
@@ -62,12 +61,12 @@ _SOUND = _NORMS | {
     "self+public": {"norm": "self+public"},
     "public-exact": {"norm": "public-exact"},
 }
-# Statistics of private mini-sets in training, which only the clipping of mini-sets allows.
+# Statistics of private microbatches in training, which need clipping per microbatch.
 _BY_MINI_SET = {
     "BC, batch norm": {"norm": "batch", "clip": "batch"},
     "BC, batch norm, noised statistics": {"norm": "batch", "clip": "batch", "statistics": "noised"},
 }
-# Statistics that the run itself released, with noise: no public rows.
+# Noised statistics that the run released: no public rows.
 _RELEASED = {"noised statistics": {"norm": "released"}}
 _RATES = tuple({"learning_rate": rate} for rate in (1e-3, 1e-2, 1e-1))
 _PRIVATE = Setting(batch_size=2048)
@@ -103,14 +102,14 @@ TABLES: tuple[Table, ...] = (
     ),
     Table(
         "5-mini-sets",
-        "The same with batch norm over mini-sets, whose mean gradients are clipped",
+        "The same with batch norm over microbatches, whose mean gradients are clipped",
         over="epsilon",
         values=(7.0, 1.0),
         families={"LeNet-5": _PRIVATE},
         methods={name: _NORMS[name] for name in ("no norm", "group norm")} | _BY_MINI_SET,
         trials=tuple({"epochs": 3, "learning_rate": rate} for rate in (0.7, 2.0, 6.0)),
         seeds=2,
-        shortened="2 of 6 budgets, 3 epochs, 3 trials, 2 seeds: every mini-set needs passes of its own; "
+        shortened="2 of 6 budgets, 3 epochs, 3 trials, 2 seeds: every microbatch needs its own passes; "
         "columns not run: layer norm, public, self+public, public-exact",
     ),
     Table(
@@ -197,13 +196,13 @@ TABLES: tuple[Table, ...] = (
         claims=CLAIMS["3"],
     ),
 )
-QUICK = ("5", "2", "7", "4")  # what a quick run takes, if it is not told which
+QUICK = ("5", "2", "7", "4")  # the tables of a quick run by default
 # Figure 1 is drawn from the accuracies after each epoch of these columns.
 FIGURE_1 = {"2": "batch norm", "3": "batch norm"}
 
 
 def quick(table: Table) -> Table:
-    """One value, small networks, one epoch, on data that ship with clipwise or are made up."""
+    """One value, small networks, one epoch, on data that ship with clipwise or are synthetic."""
     small = {
         family: setting.but(
             data="made-up texts" if setting.side == 0 else "digits",

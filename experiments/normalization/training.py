@@ -1,4 +1,4 @@
-"""Train one setting, and say what came out and what it cost."""
+"""Train one setting; return its accuracy and privacy cost."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from experiments.normalization.sets import Sets, load, public_rows
 from experiments.normalization.setting import Setting
 
 DELTA, MAX_NORM, MOMENTUM = 1e-5, 0.1, 0.9
-MINI_SET = 16  # expected size, where mini-sets are clipped
-_ROWS = 500  # that are evaluated at a time; without statistics of its own, batch norm takes theirs
+MINI_SET = 16  # expected size of a clipped microbatch
+_ROWS = 500  # batch size of evaluation; batch norm without running statistics uses its statistics
 
 
 def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Path) -> Cell:
-    """A run on the data that its setting names. It is short: one that is stopped begins again."""
+    """A run on the data of its setting. It is short, so a stopped run starts again."""
     setting, device = task.setting, device_of(options.device)
     assert isinstance(setting, Setting)
     of_data = setting.data, setting.side, options.data, device
     with reading_data():
         parts = _sets(*of_data, task.judged_by, setting.is_private)
         rows = _rows(*of_data) if setting.needs_public_rows else None
-    # The search for the fastest convolution pays where shapes repeat: those of private batches do not.
+    # The search for the fastest convolution pays only if shapes repeat. Those of private batches do not.
     torch.backends.cudnn.benchmark = not setting.is_private
     return train(setting, parts, rows, task.seed, deadline)
 
@@ -56,17 +56,10 @@ def _rows(name: str, side: int, data: Path | None, device: torch.device) -> Tens
 
 
 def train(setting: Setting, sets: Sets, rows: Tensor | None, seed: int, deadline: Deadline) -> dict[str, Any]:
-    """One run. The part that it is judged by is read once, at the end.
+    """One run. The evaluation part is read once, at the end.
 
-    The seed is of the first weights, and of noise on weights. It is published, so the noise that makes a run private,
-    and its batches, do not come from it.
-
-    Args:
-        setting: what to train.
-        sets: the data.
-        rows: public rows, where the setting needs them.
-        seed: of the first weights.
-        deadline: of the whole command.
+    The seed determines the initial weights and the noise on weights. It is published, so the noise that makes a run
+    private, and its batches, do not come from it. `rows` are the public rows, if the setting needs them.
     """
     start = time.perf_counter()
     x = sets.train.tensors[0]
@@ -93,7 +86,7 @@ def _openly(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) 
     for _ in range(setting.epochs):
         model.train()
         for chosen in torch.randperm(len(x)).to(x.device).split(setting.batch_size):  # type: ignore[no-untyped-call]
-            if len(chosen) > 1:  # batch norm cannot take one
+            if len(chosen) > 1:  # batch norm needs two rows
                 deadline.require()
                 optimizer.zero_grad()
                 losses_of(model, x[chosen], y[chosen]).mean().backward()  # type: ignore[no-untyped-call]
@@ -103,7 +96,7 @@ def _openly(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) 
 
 
 def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadline) -> dict[str, Any]:
-    """Flat clipping on Poisson batches; the engine keeps public statistics fresh."""
+    """Flat clipping on Poisson batches; the engine refreshes public statistics."""
     trained = [p for p in model.parameters() if p.requires_grad]
     clipping, rate = _clipping(setting)
     private = clipwise.make_private(
@@ -138,7 +131,7 @@ def _privately(setting: Setting, model: nn.Module, sets: Sets, deadline: Deadlin
 def _clipping(setting: Setting) -> tuple[Strategy, float]:
     """The strategy, and the learning rate at which an update's noise is that of per-example clipping at the same z.
 
-    A coordinate of the gradient has noise z C / B with examples, z 2 C / k with k mini-sets.
+    A coordinate of the gradient has noise z C / B with examples, z 2 C / k with k microbatches.
     """
     rule = clipwise.NoisedStatistics() if setting.releases_statistics else None
     if not setting.clips_mini_sets:
@@ -150,7 +143,7 @@ def _clipping(setting: Setting) -> tuple[Strategy, float]:
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, dataset: TensorDataset) -> float:
-    """The share of examples whose class is found."""
+    """The share of correctly classified examples."""
     model.eval()
     AllPublicStatistics(model).refresh()
     x, y = dataset.tensors

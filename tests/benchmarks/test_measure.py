@@ -29,7 +29,7 @@ class Clock:
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
 
     def act(self, *seconds):
-        """Takes the first of `seconds`, then the next, and goes on with the last."""
+        """Each call takes the next value of `seconds`; further calls take the last one."""
         left = list(seconds)
 
         def act():
@@ -64,7 +64,7 @@ def test_a_step_of_every_method_moves_the_parameters(method):
     assert all(torch.isfinite(b).all() for b in after)
 
 
-def test_the_floor_has_noise_and_the_reference_has_none():
+def test_non_private_plus_noise_has_noise_and_the_reference_has_none():
     def trained(method):
         workload = make_workload(SMALL, CPU, 0)
         with steps_by(method, workload) as step:
@@ -91,7 +91,7 @@ def test_one_by_one_clips_each_example_by_its_own_norm(monkeypatch):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_the_floor_is_plain_training_when_its_noise_is_nothing(monkeypatch, channels_last):
+def test_non_private_plus_noise_without_noise_is_plain_training(monkeypatch, channels_last):
     monkeypatch.setattr(methods, "NOISE_MULTIPLIER", 0.0)
     trained = []
     for method in ("non-private", "non-private + noise"):

@@ -24,7 +24,7 @@ def data_of(name):
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_network_gives_one_output_an_example(name):
+def test_every_network_gives_one_output_per_example(name):
     shape = shape_of(data_of(name))
     with torch.device("meta"):  # shapes alone: nothing is computed
         model, (x, y) = build(name, shape), shape.draw(3)

@@ -37,7 +37,7 @@ COLUMNS = [REFERENCE, FLOOR, AUTO, COMPILED]
 
 
 @pytest.mark.parametrize("rows", [ON_CUDA, ON_CPU, QUICK])
-def test_every_row_has_a_name_of_its_own_a_network_and_a_bar_on_clipwise(rows):
+def test_every_row_has_a_unique_name_a_network_and_a_target_on_clipwise(rows):
     assert len({row.name for row in rows}) == len({row.title for row in rows}) == len(rows)
     for row in rows:
         with torch.device("meta"):
@@ -47,7 +47,7 @@ def test_every_row_has_a_name_of_its_own_a_network_and_a_bar_on_clipwise(rows):
         assert f"B={row.setting.batch}" in row.title
 
 
-def test_memory_and_graphs_have_bars_on_cuda_alone():
+def test_memory_and_graphs_have_targets_on_cuda_alone():
     for rows, on_cuda in ((ON_CUDA, True), (ON_CPU, False)):
         whole = [row for row in rows if row.setting.trained == "all"]
         assert all(any(b.column == AUTO and b.what == MEMORY for b in r.bars) == on_cuda for r in whole)
@@ -60,15 +60,15 @@ def test_rows_are_chosen_by_name_in_the_order_of_the_table():
         rows_for("cpu", wanted=["gpt2-256"])
 
 
-# --------------------------------------------------------------------- bars
+# ------------------------------------------------------------------ targets
 
 
-def test_a_bar_is_met_at_its_limit_unless_it_must_stay_below():
+def test_a_target_is_met_at_its_limit_unless_it_must_stay_below():
     assert Bar(AUTO, 1.1).is_met(1.1) and not Bar(AUTO, 1.1).is_met(1.1001)
     assert Bar(AUTO, 1.0, below=True).is_met(0.999) and not Bar(AUTO, 1.0, below=True).is_met(1.0)
 
 
-def test_a_bar_looks_at_its_own_column_and_base():
+def test_a_target_uses_its_own_column_and_base():
     cell = {"columns": {AUTO: {"time_over": {REFERENCE: 3.0, FLOOR: 2.0}, "memory_over": {REFERENCE: 1.5}}}}
     assert Bar(AUTO, 1.0).measured(cell) == 3.0
     assert Bar(AUTO, 1.0, over=FLOOR).measured(cell) == 2.0
@@ -318,7 +318,7 @@ def test_the_time_for_the_run_ends_it_cleanly(made, tmp_path):
     assert not made and any(f"the time is up: {len(QUICK)} rows" in line for line in said)
 
 
-def test_the_table_has_ratios_bars_and_reasons(made, tmp_path):
+def test_the_table_has_ratios_targets_and_reasons(made, tmp_path):
     peers(tmp_path, rows=["mlp"], methods=[FLOOR, AUTO, REWEIGHT])
     costs, bars = (
         line for line in table_of(tmp_path).splitlines() if line.startswith(f"| {QUICK[0].title} |")

@@ -209,7 +209,7 @@ def test_the_table_has_times_memory_speed_up_and_notes(tiny, tmp_path):
     assert "1. a slow rule" in table and "| 3 [1] |" in table
 
 
-def test_a_shortened_figure_says_so(tiny, tmp_path):
+def test_a_shortened_figure_is_marked(tiny, tmp_path):
     run(tmp_path, quick=True, figures=["5"])
     assert "Shortened: 1 of 2 settings." in (tmp_path / "results.md").read_text()
 
@@ -246,7 +246,7 @@ def test_a_folder_without_results_cannot_be_rendered(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the command line asks for."""
+    """The options that the command line gives."""
     requests = []
     monkeypatch.setattr("benchmarks.__main__.bench", lambda options, say: requests.append(options))
     monkeypatch.setattr("benchmarks.__main__.render", lambda folder, say: requests.append(folder))

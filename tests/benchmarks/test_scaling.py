@@ -139,7 +139,7 @@ def test_points_are_measured_once_and_each_is_on_disk_at_once(made, tmp_path, mo
     assert list(json.loads((tmp_path / "results.json").read_text())["cells"]) == NAMES
 
 
-def test_one_axis_and_other_columns_can_be_asked_for(made, tmp_path):
+def test_axes_and_columns_can_be_selected(made, tmp_path):
     scaling(tmp_path, rows=["B"], methods=[FLOOR, AUTO])
     assert made == [(name, [REFERENCE, FLOOR, AUTO]) for name in NAMES if name.startswith("B=")]
     (command,) = (run["command"] for run in json.loads((tmp_path / "results.json").read_text())["runs"])

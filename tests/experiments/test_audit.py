@@ -1,4 +1,4 @@
-"""Who asks an experiment for help gets help, and no page is written."""
+"""`--help` prints the help and writes no page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.audit import recovery
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--mu", "3"], 2)])
-def test_recovery_measures_only_when_it_is_told_to(
+def test_recovery_does_not_measure_with_help(
     arguments: list[str],
     code: int,
     tmp_path: Path,

@@ -47,7 +47,7 @@ def test_the_page_has_every_table_and_no_gap(store: Store) -> None:
         "The withdrawn setting",
         "Figure 5",
         "The best for each epsilon",
-        "Signal and noise by layer",
+        "Signal and noise per layer",
         "Settings that were chosen",
     ):
         assert f"## {title}" in text

@@ -41,9 +41,9 @@ def test_the_page_says_what_it_is(quick):
 
 def test_a_second_command_runs_nothing_again(quick):
     out, _ = quick
-    told = []
-    reproduce(Options("backprop-clipping", out, FIGURES, quick=True), told.append)
-    assert not any("seed" in line for line in told)
+    words = []
+    reproduce(Options("backprop-clipping", out, FIGURES, quick=True), words.append)
+    assert not any("seed" in line for line in words)
 
 
 def test_runs_are_not_cut_to_fewer_epochs(tmp_path):

@@ -1,4 +1,4 @@
-"""Signal and noise by layer are those of the release."""
+"""Signal and noise per layer are those of the release."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_each_layer_has_its_share(digits, method):
         assert 0 < layer["signal"] <= part.sensitivity
         assert layer["gradient"] > 0
         assert ("passed" in layer) == (not method.startswith("dp-sgd"))
-    if method == "upstream-clip":  # what the clip of the last layer hands on is no longer than |W| C2
+    if method == "upstream-clip":  # the gradient after the clip of the last layer is at most |W| C2
         most = 1e-3 * float(torch.linalg.matrix_norm(training.model[9].layer.weight, 2))
         assert 0 < found["7"]["passed"] <= most
     if method == "dp-sgd-relu":

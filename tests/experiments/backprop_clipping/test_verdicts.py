@@ -61,12 +61,12 @@ def test_the_comparison_with_dp_sgd(ours: float, word: str) -> None:
     (sentence,) = verdicts.against_dp_sgd(made(ours))
     assert word in sentence
     count = 6 + 5 + 3
-    told = {
+    expected = {
         0.95: "above DP-SGD in 14",
         0.9: "in 14 (",
         0.8: f"above DP-SGD in 0 of {count} places, below it in 14",
     }[ours]
-    assert told in sentence
+    assert expected in sentence
 
 
 def test_the_headline(searched: None) -> None:
@@ -119,11 +119,11 @@ def test_signals_are_compared_layer_by_layer() -> None:
     by_layer, flat, growth = verdicts.signal_to_noise(Results(found, quick=False))
     assert "(one run): more in 2 of 2 layers.**" in by_layer and "0 0.5 against 0.25" in by_layer
     assert "(one run): more in 0 of 2 layers.**" in flat and "0.5 against 2" in flat
-    assert "normalize: 0 3 against 2" in flat  # told, and no part of the verdict
+    assert "normalize: 0 3 against 2" in flat  # reported, and no part of the verdict
     assert "(one run): less than" in growth and "2.00 times" in growth
     del found[next(k for k in found if "signal " in k and "/upstream-clip " in k)]
-    told = verdicts.signal_to_noise(Results(found, quick=False))
-    assert len(told) == 3 and all("**Not run.**" in sentence for sentence in told)
+    sentences = verdicts.signal_to_noise(Results(found, quick=False))
+    assert len(sentences) == 3 and all("**Not run.**" in sentence for sentence in sentences)
 
 
 def test_the_price_of_clips_is_that_of_the_papers(searched: None) -> None:

@@ -28,7 +28,7 @@ def test_figures_4_18_and_appendix_b_come_first_and_in_full():
     assert set(BY_NAME) == {str(n) for n in range(1, 19)} | {"B"}
 
 
-def test_what_is_shortened_says_so():
+def test_shortened_figures_are_marked():
     for figure in FIGURES[3:]:
         assert all(row.setting.epochs <= 10 and row.epochs_in_paper in (10, 50) for row in figure.rows)
 

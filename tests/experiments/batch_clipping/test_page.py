@@ -26,8 +26,8 @@ def test_the_papers_settings_have_their_true_epsilon():
 
 
 def run(store, key, figure, row, **cell):
-    told = {"seed": 0, "epochs": 12, "setting": key, "judged_by": "test", "seconds": 1.0}
-    store.add(key, told | cell)
+    result = {"seed": 0, "epochs": 12, "setting": key, "judged_by": "test", "seconds": 1.0}
+    store.add(key, result | cell)
     store.show(key, {"figure": figure, "row": row, "epochs_asked": 50, "quick": False})
 
 
@@ -76,7 +76,7 @@ def test_a_row_that_was_withdrawn_is_not_shown(store):
     for method in (known, withdrawn):
         for judged_by in ("validation", "test"):
             key = f"{judged_by} {method}"
-            told = {
+            result = {
                 "seed": 0,
                 "epochs": 6,
                 "setting": method,
@@ -84,7 +84,7 @@ def test_a_row_that_was_withdrawn_is_not_shown(store):
                 "seconds": 1.0,
                 "accuracy": 0.9,
             }
-            store.add(key, told)
+            store.add(key, result)
             place = {"figure": tuned.NAME, "row": method, "budget": 3.0, "epochs_asked": 6, "quick": False}
             store.show(key, place)
     text = page.markdown(store, quick=False)

@@ -113,7 +113,7 @@ STEPS = 21  # of an epoch
     [(2 * STEPS + 1, math.inf), (2 * STEPS + 5, -1.0)],
     ids=["between epochs", "within an epoch"],
 )
-def test_a_run_that_was_stopped_goes_on(digits, tmp_path, monkeypatch, clip, looks, keep_after):
+def test_a_stopped_run_continues(digits, tmp_path, monkeypatch, clip, looks, keep_after):
     """It is as long and costs as much as one that was never stopped, and keeps its falling rate."""
     monkeypatch.setattr(training, "_KEEP_AFTER", keep_after)
     openly = {"sigma": None, "parts": "all"} if clip == "none" else {}
@@ -141,7 +141,7 @@ def test_a_damaged_file_counts_as_none(digits, tmp_path):
     assert training.train(SMALL, digits, 0, Deadline(None), kept)["steps"] == STEPS
 
 
-def test_entries_that_go_nowhere_are_frozen_late(digits):
+def test_entries_with_small_gradients_are_frozen_late(digits):
     setting = SMALL.but(sparse_from=1, epochs=2, sigma=2.5, norm="group")
     model = models.build("bn_lenet5", norm="group")
     trainer = training._Privately(setting, model, digits)
@@ -153,7 +153,7 @@ def test_entries_that_go_nowhere_are_frozen_late(digits):
 
 
 def test_views_of_an_example_are_averaged(digits):
-    """As a captured step needs them: one row an example."""
+    """As a captured step needs them: one row per example."""
     setting = SMALL.but(clip="example", norm="group", views=3)
     model = models.build("bn_lenet5", norm="group")
     trainer = training._Privately(setting, model, digits)

@@ -123,5 +123,5 @@ def test_standardisation_is_by_constants():
     found = look.standardised(x)
     for c in range(3):
         torch.testing.assert_close(found[:, c], (x[:, c] - look.mean[c]) / look.deviation[c])
-    # The same image has the same values whoever is beside it.
+    # The values of an image do not depend on the other images.
     assert torch.equal(look.standardised(x[:1])[0], found[0])

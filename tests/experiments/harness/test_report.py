@@ -11,7 +11,7 @@ def test_mean_and_standard_error():
 
 def test_a_run_in_a_line():
     cell = {"accuracy": 0.5, "seconds": 2.0, "epsilon": 1.0, "steps": 4}
-    assert report.in_short(cell) == "50.0%, epsilon 1, 2 s (500.0 ms a step)"
+    assert report.in_short(cell) == "50.0%, epsilon 1, 2 s (500.0 ms per step)"
     open_run = {"accuracy": 0.5, "seconds": 2.0, "epsilon": None, "why_no_epsilon": "no privacy"}
     assert report.in_short(open_run) == "50.0%, no privacy, 2 s"
     assert report.in_short({"failed": "why"}) == "why"

@@ -36,7 +36,7 @@ def test_machines_can_share_a_grid_by_rows(tmp_path, fake):
     )
     rows = {place["row"] for cell in store.cells.values() for place in cell["shown"]}
     assert rows and all("BC, enhanced" in row for row in rows) and len(fake) < paper.QUICK_ROWS
-    assert not any("time is up" in line for line in lines), "what was asked for is there"
+    assert not any("time is up" in line for line in lines), "the requested runs are finished"
     assert "--only 'BC, enhanced'" in (tmp_path / "results.json").read_text()
 
 
@@ -51,7 +51,7 @@ def test_figures_share_runs(tmp_path, fake):
     )
 
 
-def test_a_row_that_fails_is_told_and_the_others_run(tmp_path, fake):
+def test_a_row_that_fails_is_reported_and_the_others_run(tmp_path, fake):
     store = reproduce(Options("batch-clipping", tmp_path, figures=("4",), quick=True), said()[1])
     failed = [cell["failed"] for cell in store.cells.values() if "failed" in cell]
     assert failed == ["ValueError: no such thing"]
@@ -60,7 +60,7 @@ def test_a_row_that_fails_is_told_and_the_others_run(tmp_path, fake):
     )
 
 
-def test_settings_are_chosen_by_validation_and_tested_once_a_seed(tmp_path, fake, monkeypatch):
+def test_settings_are_chosen_by_validation_and_tested_once_per_seed(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(paper, "QUICK_METHODS", ("IC, flat, group norm",))
     rates = [s.noise_rate for s in tuned.trials("IC, flat, group norm", 8.0)]
     reproduce(Options("batch-clipping", tmp_path, figures=(tuned.NAME,), quick=True), said()[1])
@@ -88,7 +88,7 @@ def test_when_the_time_is_up_nothing_is_lost_or_made_up(tmp_path, fake):
     assert "Appendix B, recomputed" in (tmp_path / "results.md").read_text()
 
 
-def test_epochs_may_be_cut_and_that_is_said(tmp_path, fake, everywhere_digits):
+def test_shortened_epochs_are_shown(tmp_path, fake, everywhere_digits):
     reproduce(Options("batch-clipping", tmp_path, figures=("B",), epochs=3), said()[1])
     assert {setting.epochs for setting, _ in fake} == {3} and {s.data for s, _ in fake} == {"mnist"}
     assert "| 3 of 50 |" in (tmp_path / "results.md").read_text()

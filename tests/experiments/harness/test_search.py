@@ -52,7 +52,7 @@ def test_of_equals_the_smaller_loss_and_then_the_first() -> None:
     assert winner(FIRST, found) == Trial("c")
 
 
-def test_what_is_asked_for_becomes_a_task_with_its_place() -> None:
+def test_a_requested_run_becomes_a_task_with_its_place() -> None:
     asked = Asked(Trial("a"), 2, "test", "5", "row", 1.0)
     task = asked.task(quick=True)
     assert task.key == asked.key == "test a seed=2"

@@ -74,7 +74,7 @@ def is_alive(pid):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
 def test_workers_end_with_a_command_that_is_killed():
-    """Else they would go on for minutes, and take the time of whatever runs next."""
+    """Otherwise they would run for minutes and slow down other processes."""
     with subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True) as command:
         pid = int(command.stdout.readline())
         assert is_alive(pid)
@@ -86,7 +86,7 @@ def test_workers_end_with_a_command_that_is_killed():
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_the_number_of_workers_is_looked_at(tmp_path, count):
+def test_the_number_of_workers_is_checked(tmp_path, count):
     with pytest.raises(ConfigurationError, match=f"workers={count}"):
         Workers(options(tmp_path, workers=count), Deadline(None))
 
@@ -103,7 +103,7 @@ def test_what_a_run_came_to_is_kept_when_the_time_is_up(tmp_path, monkeypatch):
     }
 
 
-def test_an_unfinished_run_is_told_and_goes_on_with_the_next_command(tmp_path, fake, monkeypatch):
+def test_an_unfinished_run_is_reported_and_continues_with_the_next_command(tmp_path, fake, monkeypatch):
     train = training.train
 
     def too_long(*given):

@@ -5,7 +5,7 @@ from experiments.lip_dp_sgd.search import SEARCH, effort_of
 
 
 def played(figures, quick, score, seeds=None):
-    """Do all runs that are asked for, with invented results; returns them in order."""
+    """Do all requested runs with invented results; returns them in order."""
     found, order = {}, []
     while True:
         new = [a for a in asked(figures, quick, found, seeds) if a.key not in found]
@@ -43,13 +43,13 @@ def test_second_trials_surround_the_best_of_the_first():
     assert tried[effort.spread :] == list(SEARCH.near(row, winner, effort.near))
 
 
-def test_seeds_that_are_asked_for_count_in_tables_and_figures():
+def test_requested_seeds_count_in_tables_and_figures():
     for figure in ("table-1", "1", "4"):
         _, order = played((figure,), True, by_norm, seeds=2)
         assert {a.seed for a in order if a.judged_by == "test"} == {0, 1}
 
 
-def test_equal_accuracies_are_told_apart_by_loss():
+def test_equal_accuracies_are_ordered_by_loss():
     losses = iter(range(10_000, 0, -1))
     found, order = played(("table-1",), True, lambda one: {"accuracy": 0.5, "loss": float(next(losses))})
     row = table_rows("table-1", quick=True)[0]
@@ -82,7 +82,7 @@ def test_tables_share_their_runs():
     assert len(both) == len(five) > len(once)
 
 
-def test_all_figures_can_be_asked_for():
+def test_all_figures_can_be_selected():
     found, order = played((), True, by_norm)
     assert {a.figure for a in order} >= {"table-1", "table-5", "1", "2", "3", "4"}
     assert len(found) == len(order)

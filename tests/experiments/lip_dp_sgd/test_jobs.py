@@ -66,6 +66,6 @@ def test_out_of_time():
         jobs.work(jobs.Bias(TRIAL), jobs.Bench(None, CPU, Deadline(0.0)), 0, "validation")
 
 
-def test_keys_tell_jobs_apart():
+def test_jobs_have_different_keys():
     keys = {TRIAL.key, jobs.Bias(TRIAL).key, jobs.Times("digits", 64).key, jobs.Times("digits", 32).key}
     assert len(keys) == 4

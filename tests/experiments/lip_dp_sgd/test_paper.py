@@ -14,10 +14,10 @@ from experiments.lip_dp_sgd.claims import METHODS
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     out = tmp_path_factory.mktemp("lip")
-    told = []
+    lines = []
     figures = ("table-1", "2", "3")
-    store = reproduce(Options("lip-dp-sgd", out, figures, quick=True), told.append)
-    return out, store, told, figures
+    store = reproduce(Options("lip-dp-sgd", out, figures, quick=True), lines.append)
+    return out, store, lines, figures
 
 
 def test_every_row_has_its_tests(quick):
@@ -45,9 +45,9 @@ def test_the_page_says_what_it_is(quick):
 
 def test_a_second_command_runs_nothing_again(quick):
     out, _, _, figures = quick
-    told = []
-    reproduce(Options("lip-dp-sgd", out, figures, quick=True), told.append)
-    assert not any("seed" in line for line in told)
+    lines = []
+    reproduce(Options("lip-dp-sgd", out, figures, quick=True), lines.append)
+    assert not any("seed" in line for line in lines)
 
 
 def test_convolutions_are_not_searched_for_batches_of_every_size(tmp_path, monkeypatch):

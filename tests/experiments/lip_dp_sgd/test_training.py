@@ -125,7 +125,7 @@ def test_noise_is_calibrated_once_for_all_processes(tmp_path, monkeypatch):
     multiplier.__globals__["_found"].cache_clear()
 
 
-def test_keys_tell_trials_apart():
+def test_trials_have_different_keys():
     keys = {SHORT.key, SHORT.but(max_norm=2.0).key, SHORT.but(method="lip").key, SHORT.but(epochs=2).key}
     assert len(keys) == 4
 

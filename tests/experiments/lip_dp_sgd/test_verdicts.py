@@ -56,7 +56,7 @@ def test_a_claim_that_holds_somewhere_survives_in_part():
 
 def test_few_seeds_leave_it_open():
     first = verdicts.verdicts(invented(better("lip"), seeds=3), "table-5")[0]
-    assert "**Does not survive.**" in first and "not to be told apart (p of at least 0.05) on 7" in first
+    assert "**Does not survive.**" in first and "not clearly different (p of at least 0.05) on 7" in first
 
 
 def test_group_norm_that_helps_contradicts_the_paper():

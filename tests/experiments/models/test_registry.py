@@ -52,7 +52,7 @@ def test_the_paper_counts_62_tensors_and_8_layers():
 
 @pytest.mark.parametrize("norm", models.NORMS)
 @pytest.mark.parametrize("name", IMAGES)
-def test_one_row_of_scores_an_image(name, norm):
+def test_one_row_of_scores_per_image(name, norm):
     channels, side = IMAGES[name]
     small = {"width": 8} if name == "resnet18" else {}
     model = models.build(name, norm=norm, classes=7, **small)
@@ -60,7 +60,7 @@ def test_one_row_of_scores_an_image(name, norm):
 
 
 def test_table_1_sizes():
-    """16, 8 and 4 positions a side after the first three blocks, then one."""
+    """16, 8 and 4 positions per side after the first three blocks, then one."""
     sizes, x = [], torch.rand(2, 3, 32, 32)
     for layer in models.convnet():
         x = layer(x)

@@ -43,12 +43,12 @@ def test_private_findings_name_the_claim():
         ("LeNet-5", "public-exact", 1.0): runs(0.95, 0.96),
         ("LeNet-5", "group norm", 1.0): runs(0.96, 0.97),
     }
-    told = "\n".join(findings(BY_NAME["5"], found))
+    words = "\n".join(findings(BY_NAME["5"], found))
     assert (
         "public-exact against no norm: the gain survives in full at epsilon 1 (+5.00 ± 0.71, paper +3.50)"
-        in told
+        in words
     )
-    assert "public-exact against group norm: -1.00 ± 0.71 at epsilon 1" in told
+    assert "public-exact against group norm: -1.00 ± 0.71 at epsilon 1" in words
 
 
 def test_noise_findings_say_how_much_is_borne():
@@ -56,6 +56,6 @@ def test_noise_findings_say_how_much_is_borne():
         ("LeNet-5", "batch norm", noise): runs(accuracy)
         for noise, accuracy in ((0.0, 0.99), (0.1, 0.985), (1.0, 0.97), (2.0, 0.985))
     }
-    (told,) = findings(BY_NAME["2"], found)
-    assert "keeps 99.00 within 1 point up to noise 0.1, and 98.50 is left at noise 2" in told
-    assert "the paper says keeps 99.20 within 1 point up to noise 2" in told
+    (words,) = findings(BY_NAME["2"], found)
+    assert "keeps 99.00 within 1 point up to noise 0.1, and 98.50 is left at noise 2" in words
+    assert "the paper says keeps 99.20 within 1 point up to noise 2" in words

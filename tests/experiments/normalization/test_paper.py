@@ -56,8 +56,8 @@ def store(tmp_path):
 
 
 def keep(store, task, **cell):
-    told = {"setting": task.setting.key, "judged_by": task.judged_by}
-    store.add(task.key, told | cell)
+    result = {"setting": task.setting.key, "judged_by": task.judged_by}
+    store.add(task.key, result | cell)
 
 
 def needed(store, **given):
@@ -120,7 +120,7 @@ def test_the_first_of_equal_trials_is_taken():
 # ---------------------------------------------------------------------------- the command
 
 
-def test_it_runs_goes_on_and_ends(declared, tmp_path, capsys):
+def test_it_runs_continues_and_ends(declared, tmp_path, capsys):
     declared(SMALL)
     words = ["normalization", "--table", "5", "--out", str(tmp_path)]
     assert main([*words, "--budget-seconds", "0"]) == 0
@@ -176,7 +176,7 @@ def test_figure_1_takes_its_columns_alone(tmp_path):
     assert {task.setting.norm for task in found} == {"batch"}
 
 
-def test_quick_runs_take_small_tables_unless_they_are_told_which(tmp_path):
+def test_quick_runs_take_small_tables_by_default(tmp_path):
     def figures(*asked):
         options = Options("normalization", tmp_path, figures=asked, quick=True)
         return {task.place.figure for task in PAPER.tasks(options, {})}

@@ -16,7 +16,7 @@ def test_speed_is_epochs_until_near_the_noiseless_accuracy_at_one_rate(tmp_path)
     ):
         key = table.tried("LeNet-5", "batch norm", noise)[trial].key
         store.cells[key] = {"setting": key, "validation_accuracy_by_epoch": accuracies}
-    told = "\n".join(speed.lines(table, store))
-    assert "rate 0.001 | 2 | not run |" in told
-    assert "rate 0.01 | 1 | not run | not run | not run | 2 | not run | not in 2 |" in told
-    assert "rate 0.01: noise 10 does not get there" in told
+    words = "\n".join(speed.lines(table, store))
+    assert "rate 0.001 | 2 | not run |" in words
+    assert "rate 0.01 | 1 | not run | not run | not run | 2 | not run | not in 2 |" in words
+    assert "rate 0.01: noise 10 does not get there" in words

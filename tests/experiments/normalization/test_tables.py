@@ -34,7 +34,7 @@ def test_columns_that_are_left_out_are_named(table):
 
 
 def test_the_readme_counts_the_runs():
-    """Each entry has a run a trial, where there are several, and one a seed; those of the best may be the longest."""
+    """Each entry has one run per trial, if there are several, and one per seed."""
     text = (Path(__file__).parents[3] / "experiments/normalization/README.md").read_text()
     found = dict(re.findall(r"^\| (\S+) \| (\d[\d,]* \| \d[\d,]*) \|$", text, re.MULTILINE))
     expected = {}

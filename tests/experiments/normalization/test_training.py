@@ -34,7 +34,7 @@ def test_batch_norm_cannot_be_trained_privately(tmp_path):
         run(TINY.but(norm="batch", epsilon=8.0), tmp_path)
 
 
-def test_batch_norm_where_mini_sets_are_clipped(tmp_path, monkeypatch):
+def test_batch_norm_where_microbatches_are_clipped(tmp_path, monkeypatch):
     """The noise of an update is that of per-example clipping; statistics for evaluation are those of public rows."""
     models, made, make_private = [], [], clipwise.make_private
 
