@@ -16,9 +16,7 @@ PROGRAM = "python -m benchmarks"
 # Each module has `main(arguments)` with its own options.
 SCRIPTS = {
     "backprop": Command("benchmarks.backprop", "backpropagation clipping beside ordinary training"),
-    "breakdown": Command(
-        "benchmarks.breakdown", "where the time of a row of peers goes, operation by operation"
-    ),
+    "breakdown": Command("benchmarks.breakdown", "where the time of a row of peers goes, operation by operation"),
     "lipschitz": Command("benchmarks.lipschitz", "weight clipping beside ordinary training with noise"),
     "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
     "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),
@@ -45,9 +43,7 @@ def _suite(name: str, arguments: Sequence[str]) -> None:
         "--row", dest="rows", action="append", default=[], help="of the table, or an axis; may be repeated"
     )
     parser.add_argument("--figure", dest="figures", action="append", default=[], help="5 to 9, largest, more")
-    parser.add_argument(
-        "--method", dest="methods", action="append", default=[], help="a column; all if left out"
-    )
+    parser.add_argument("--method", dest="methods", action="append", default=[], help="a column; all if left out")
     parser.add_argument("--quick", action="store_true", help="few small settings, few rounds")
     parser.add_argument("--budget-seconds", type=float, help="stop after this time; keep what is measured")
     parser.add_argument("--cell-seconds", type=float, default=60.0, help="about the most for one measurement")

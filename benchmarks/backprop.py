@@ -49,10 +49,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.table = nn.Embedding(1000, width)
         self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-                for _ in range(2)
-            )
+            *(nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(2))
         )
         self.head = nn.Linear(width, 10)
 
@@ -78,11 +75,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], tupl
     "mlp": (mlp, images(784), (256, 4096)),
     "mlp, 4096 wide": (lambda: mlp(4096), images(784), (64, 4096)),
     "mnist, as printed": (models.backprop_mnist, images(1, 28, 28), (512, 4096)),
-    "mnist, padding and bias": (
-        lambda: models.backprop_mnist(padding=True, bias=True),
-        images(1, 28, 28),
-        (512, 4096),
-    ),
+    "mnist, padding and bias": (lambda: models.backprop_mnist(padding=True, bias=True), images(1, 28, 28), (512, 4096)),
     "cifar10, stride 2": (
         lambda: models.backprop_cifar10(pool_stride=2, padding=True, bias=True),
         images(3, 32, 32),
@@ -164,9 +157,7 @@ def compiled(name: str, bound: str, device: torch.device) -> tuple[Callable[[], 
     count = BATCHES * batch
     data = TensorDataset(draw(count).to(device), torch.randint(0, 10, (count,), device=device))
     sgd = torch.optim.SGD(model.parameters(), 1e-3)
-    private = make_private(
-        model, sgd, data, clipping=Backprop(), batch_size=batch, steps=10**6, noise_multiplier=1.0
-    )
+    private = make_private(model, sgd, data, clipping=Backprop(), batch_size=batch, steps=10**6, noise_multiplier=1.0)
     step = private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))
     batches = (drawn for _ in iter(int, 1) for drawn in private.loader)
     at_hand: list[tuple[Tensor, ...]] = []
@@ -187,10 +178,7 @@ def times(name: str, device: torch.device, seconds: float) -> dict[str, float]:
 
 
 def _in_turns(
-    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]],
-    device: torch.device,
-    seconds: float,
-    before: int,
+    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]], device: torch.device, seconds: float, before: int
 ) -> dict[str, float]:
     """Median times after warm-up. Each entry is a function to call before a step, and the step."""
     for prepare, step in ways.values():

@@ -68,10 +68,7 @@ def section(title: str, setting: Setting, method: str, device: torch.device) -> 
     by_size = sorted({*own, *plain}, key=lambda name: -abs(own[name] - plain[name]))
     for name in by_size[:SHOWN]:
         numbers = (own[name] - plain[name], own[name], own_calls[name], plain[name], plain_calls[name])
-        cells = [
-            f"{n:+.3f}" if i == 0 else f"{n:.3f}" if i in (1, 3) else f"{n:.0f}"
-            for i, n in enumerate(numbers)
-        ]
+        cells = [f"{n:+.3f}" if i == 0 else f"{n:.3f}" if i in (1, 3) else f"{n:.0f}" for i, n in enumerate(numbers)]
         lines.append(f"| {' | '.join(cells)} | `{name}` |")
     rest = sum(own[name] - plain[name] for name in by_size[SHOWN:])
     return [*lines, f"| {rest:+.3f} | | | | | all others together |", ""]

@@ -54,9 +54,7 @@ def measure(
     return cell
 
 
-def measure_largest(
-    setting: Setting, method: str, device: torch.device, seed: int, most_seconds: float
-) -> Cell:
+def measure_largest(setting: Setting, method: str, device: torch.device, seed: int, most_seconds: float) -> Cell:
     """The largest batch that fits into the memory of the paper's card."""
     cell: Cell = {"setting": setting.key, "method": method, "memory_gib": PAPER_GIB}
     with warnings.catch_warnings():

@@ -40,9 +40,7 @@ class Figure:
         return self.settings if device == "cuda" or self.on_cpu is None else self.on_cpu
 
 
-def _settings(
-    models: tuple[str, ...], data: tuple[str, ...], batches: tuple[int, ...]
-) -> tuple[Setting, ...]:
+def _settings(models: tuple[str, ...], data: tuple[str, ...], batches: tuple[int, ...]) -> tuple[Setting, ...]:
     return tuple(Setting(m, d, b) for d in data for m in models for b in batches)
 
 
@@ -54,10 +52,7 @@ GRID = (
     Figure(
         "5",
         "Figure 5: architectures, batches of 32 (mnist stands for Fashion-MNIST too: the shapes are the same)",
-        (
-            *_settings(("mlp-2", "cnn", "rnn", "lstm"), ("mnist", "cifar10"), (32,)),
-            Setting("transformer", "imdb", 32),
-        ),
+        (*_settings(("mlp-2", "cnn", "rnn", "lstm"), ("mnist", "cifar10"), (32,)), Setting("transformer", "imdb", 32)),
         quick=_settings(("mlp-2", "cnn"), ("mnist",), (32,)),
     ),
     Figure(

@@ -109,9 +109,7 @@ def floor(model: nn.Module, batch: int, shape: Shape) -> Callable[[], None]:
     return step
 
 
-def private(
-    model: nn.Module, batch: int, shape: Shape, strategy: Lipschitz | PerExample
-) -> Callable[[], None]:
+def private(model: nn.Module, batch: int, shape: Shape, strategy: Lipschitz | PerExample) -> Callable[[], None]:
     """A private step, with all its checks."""
     run = make_private(
         model,
@@ -160,12 +158,8 @@ def main(arguments: Sequence[str]) -> int:
         "fixed": Lipschitz(NORM, NORM, fixed=True),
         "PerExample": PerExample(1.0),
     }
-    print(
-        f"batches of {asked.batch}, {asked.threads} threads, {asked.clock} time, torch {torch.__version__}\n"
-    )
-    print(
-        "| network | parameters | floor, ms | " + " | ".join(f"{name} / floor" for name in strategies) + " |"
-    )
+    print(f"batches of {asked.batch}, {asked.threads} threads, {asked.clock} time, torch {torch.__version__}\n")
+    print("| network | parameters | floor, ms | " + " | ".join(f"{name} / floor" for name in strategies) + " |")
     print("|---|---:|---:|" + "---:|" * len(strategies))
     worst = 0.0
     for name in asked.network or NETWORKS:
@@ -175,16 +169,9 @@ def main(arguments: Sequence[str]) -> int:
             how: private(build(), asked.batch, shape, strategy) for how, strategy in strategies.items()
         }
         taken = in_turns(acts, asked.rounds, clocks[asked.clock])
-        ratios = [
-            median(a / b for a, b in zip(taken[how], taken["floor"], strict=True)) for how in strategies
-        ]
+        ratios = [median(a / b for a, b in zip(taken[how], taken["floor"], strict=True)) for how in strategies]
         worst = max(worst, *ratios[:2])
         size = sum(p.numel() for p in build().parameters())
-        cells = [
-            name,
-            f"{size:,}",
-            f"{1000 * median(taken['floor']):.1f}",
-            *(f"{ratio:.2f}" for ratio in ratios),
-        ]
+        cells = [name, f"{size:,}", f"{1000 * median(taken['floor']):.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
         print(f"| {' | '.join(cells)} |", flush=True)
     return int(worst > BAR)

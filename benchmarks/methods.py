@@ -149,9 +149,7 @@ def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> l
     return [part.as_strided(p.shape, p.stride()) for p, part in zip(trained, parts, strict=True)]
 
 
-def _write_noised(
-    trained: Sequence[nn.Parameter], total: Sequence[Tensor], key: NoiseKey, batch: int
-) -> None:
+def _write_noised(trained: Sequence[nn.Parameter], total: Sequence[Tensor], key: NoiseKey, batch: int) -> None:
     """Write (sum + noise) / batch to `.grad`."""
     for p, own, noise in zip(trained, total, _noise_like(trained, key, batch), strict=True):
         p.grad = noise + own / batch
@@ -162,15 +160,10 @@ _METHODS: dict[str, Method] = {
     FLOOR: _floor,
     GRAPHED: graphed_steps,
     COMPILED: _compiled,
-    **{
-        how: partial(_private, how=how)
-        for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")
-    },
+    **{how: partial(_private, how=how) for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")},
     ONE_BY_ONE: _one_by_one,
     **{
-        name: partial(
-            opacus_steps, mode=name.split()[1], max_norm=MAX_NORM, noise_multiplier=NOISE_MULTIPLIER
-        )
+        name: partial(opacus_steps, mode=name.split()[1], max_norm=MAX_NORM, noise_multiplier=NOISE_MULTIPLIER)
         for name in OPACUS
     },
 }

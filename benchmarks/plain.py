@@ -98,9 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     """Time the rows; returns the exit code."""
     parser = parser_of("python -m benchmarks plain", __doc__)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--row", dest="rows", action="append", help="by name; may be repeated; all if left out"
-    )
+    parser.add_argument("--row", dest="rows", action="append", help="by name; may be repeated; all if left out")
     parser.add_argument("--quick", action="store_true", help="the rows of the suite's --quick")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="results.json of the suite")
     asked = parser.parse_args(arguments)

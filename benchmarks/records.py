@@ -40,9 +40,7 @@ class Results:
         try:
             stored = json.loads(file.read_text())
             if stored["format"] != FORMAT:
-                raise ConfigurationError(
-                    f"{file} has format {stored['format']}, not {FORMAT}: measure again."
-                )
+                raise ConfigurationError(f"{file} has format {stored['format']}, not {FORMAT}: measure again.")
             return cls(folder, stored["environment"], stored["runs"], stored["cells"])
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ConfigurationError):
@@ -76,12 +74,7 @@ class Results:
     def add(self, key: str, cell: Cell) -> None:
         """Add a cell and write it to disk."""
         self.cells[key] = cell
-        stored = {
-            "format": FORMAT,
-            "environment": self.environment,
-            "runs": self.runs,
-            "cells": self.cells,
-        }
+        stored = {"format": FORMAT, "environment": self.environment, "runs": self.runs, "cells": self.cells}
         text = json.dumps(stored, indent=1) + "\n"
         replace_file(self._file, lambda file: file.write(text.encode()), mode=0o644)
 

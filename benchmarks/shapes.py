@@ -48,10 +48,7 @@ class Tokens:
 Shape = Images | Tokens
 
 # Names may also end with a length: `text-1024`, `imdb-64`.
-_TEXTS = {
-    "text": Tokens(length=256, vocabulary=50_257, continued=True),
-    "imdb": Tokens(length=256, vocabulary=20_000),
-}
+_TEXTS = {"text": Tokens(length=256, vocabulary=50_257, continued=True), "imdb": Tokens(length=256, vocabulary=20_000)}
 _NAMED: dict[str, Shape] = {
     "mnist": Images(1, 28),  # Fashion-MNIST has the same shape, and so the same times
     "cifar10": Images(3, 32),

@@ -105,9 +105,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
     calls = traced_step()
-    print(
-        f"{len(calls.files)} files of clipwise take part in a step; {calls.pairs.total()} calls between files"
-    )
+    print(f"{len(calls.files)} files of clipwise take part in a step; {calls.pairs.total()} calls between files")
     print("\ncalls into each file")
     for file, count in calls.files.most_common():
         print(f"{count:5} {file}")

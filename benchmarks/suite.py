@@ -93,12 +93,7 @@ def _has(row: Row, columns: list[str], device: torch.device, results: Results, *
 
 
 def _measure(
-    row: Row,
-    columns: list[str],
-    device: torch.device,
-    options: Options,
-    effort: Effort,
-    seconds_left: float,
+    row: Row, columns: list[str], device: torch.device, options: Options, effort: Effort, seconds_left: float
 ) -> Cell:
     seconds = min(options.cell_seconds, seconds_left)
     effort = replace(effort, enough_seconds=min(effort.enough_seconds, seconds), cell_seconds=seconds)

@@ -25,9 +25,7 @@ GRAD_NORM = 1.0  # with mode="normalize" it scales gradient and noise alike
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """From data to a privacy statement."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--bound", choices=("upstream", "gradient"), default="gradient")
     options = parser.parse_args(arguments)

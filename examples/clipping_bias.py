@@ -95,9 +95,7 @@ def draw(path: Path, ways: dict[str, list[Point]]) -> None:
     grid = np.linspace(-1.5, 1.5, 9)
     goals = {"gradients clipped": biased_point(), "weights bounded": (0.0, 0.0)}
     for panel, (name, goal) in zip(axes, goals.items(), strict=True):
-        field = np.array(
-            [[average_gradient((u, v), name == "gradients clipped") for u in grid] for v in grid]
-        )
+        field = np.array([[average_gradient((u, v), name == "gradients clipped") for u in grid] for v in grid])
         panel.quiver(grid, grid, -field[..., 0], -field[..., 1], color="0.6", width=0.004)
         panel.plot(*zip(*ways[name], strict=True), color="tab:blue", linewidth=1, label="private training")
         panel.plot(*goal, "x", color="tab:red", markersize=10, label="average gradient is 0")
@@ -118,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
           f"{biased_point()[1]:.5f})")  # fmt: skip
     strategies = {
         "gradients clipped": clipwise.PerExample(max_norm=CLIP),
-        "weights bounded": clipwise.Lipschitz(
-            4.0, 1.0, loss=lipschitz.Huber(2 * STEEPEST)
-        ),  # twice as steep: 2 loss
+        "weights bounded": clipwise.Lipschitz(4.0, 1.0, loss=lipschitz.Huber(2 * STEEPEST)),  # twice as steep: 2 loss
     }
     ways = {name: trained(how, options.epochs) for name, how in strategies.items()}
     for name, way in ways.items():

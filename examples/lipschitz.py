@@ -61,10 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         for part in private.parts():
             print(f"{part.name}: one example moves its sum by at most {part.sensitivity:.3f}")
-        print(
-            "on their limit:",
-            ", ".join(name for name, is_on in private.on_limit().items() if is_on) or "none",
-        )
+        print("on their limit:", ", ".join(name for name, is_on in private.on_limit().items() if is_on) or "none")
         images, labels = test.tensors
         print(f"test accuracy {accuracy(model, images, labels):.1%}")
         with private.averaged.applied():

@@ -67,9 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for images, labels in private.loader:
                     losses = None  # a sampled batch may be empty: no forward pass, but still a step
                     if len(images):
-                        losses = F.cross_entropy(
-                            model(images), labels, reduction="none"
-                        )  # one loss per example
+                        losses = F.cross_entropy(model(images), labels, reduction="none")  # one loss per example
                     private.step(losses)  # clip, add noise, write the ledger, update
                 save(folder, private, model, epoch + 1)
                 # RDP is a fast upper bound; the final epsilon is by PLD. The training loss is not shown: it is
@@ -113,14 +111,10 @@ def choose_folder(out: Path, resume: bool) -> Path:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resume", action="store_true", help="resume the latest run")
     parser.add_argument("--stop-after", type=int, default=1000, metavar="N", help="stop after N epochs")
-    parser.add_argument(
-        "--epochs", type=int, default=30, help="the whole run; the noise is calibrated for it"
-    )
+    parser.add_argument("--epochs", type=int, default=30, help="the whole run; the noise is calibrated for it")
     parser.add_argument("--quick", action="store_true", help="one epoch, as a check")
     parser.add_argument("--out", type=Path, default=Path("runs/example"))
     options = parser.parse_args(arguments)

@@ -30,11 +30,7 @@ def _paper(name: str, arguments: Sequence[str]) -> None:
     parser = parser_of(f"{PROGRAM} {name}", PAPERS[name].line)
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="folder of the results")
     parser.add_argument(
-        "--figure",
-        dest="figures",
-        action="append",
-        default=[],
-        help="by name; may be repeated; all if left out",
+        "--figure", dest="figures", action="append", default=[], help="by name; may be repeated; all if left out"
     )
     parser.add_argument("--table", dest="tables", action="append", default=[], help="as --figure")
     parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
@@ -45,18 +41,14 @@ def _paper(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--budget-seconds", type=float, help="stop after this time; can continue later")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each in its own process")
     parser.add_argument("--retry", action="store_true", help="run failed runs again")
-    parser.add_argument(
-        "--take", type=Path, action="append", default=[], metavar="DIR", help="copy the runs of DIR"
-    )
+    parser.add_argument("--take", type=Path, action="append", default=[], metavar="DIR", help="copy the runs of DIR")
     parser.add_argument("--only", default="", help="rows with this text in their name")
     given = vars(parser.parse_args(arguments))
     given["figures"] = asked_for(given["figures"], given.pop("tables"))
     given["take"] = tuple(given["take"])
     for folder in given["take"]:
         if not (folder / FILE).is_file():
-            raise ConfigurationError(
-                f"--take {folder}: there is no {FILE} in it. Give a folder of earlier results."
-            )
+            raise ConfigurationError(f"--take {folder}: there is no {FILE} in it. Give a folder of earlier results.")
     require_folder(given["out"])
     reproduce(Options(name, **given), partial(print, flush=True))
 

@@ -14,21 +14,16 @@ PAPERS = {
         "experiments.backprop_clipping.paper", "backpropagation clipping: table 1, figure 5, signal and noise"
     ),
     "batch-clipping": Command(
-        "experiments.batch_clipping.paper",
-        "batch clipping: figures 1 to 18, and all strategies at equal epsilon",
+        "experiments.batch_clipping.paper", "batch clipping: figures 1 to 18, and all strategies at equal epsilon"
     ),
     "lip-dp-sgd": Command("experiments.lip_dp_sgd.paper", "weight clipping: tables 1 and 5, figures 1 to 4"),
-    "normalization": Command(
-        "experiments.normalization.paper", "normalization layers: tables 2 to 7, figure 1"
-    ),
+    "normalization": Command("experiments.normalization.paper", "normalization layers: tables 2 to 7, figure 1"),
 }
 # Modules with `main(arguments)` and their own options.
 SCRIPTS = {
     "accounting": Command("experiments.accounting.table", "epsilon of six settings by every accountant"),
     "audit/recovery": Command("experiments.audit.recovery", "how much of a known mu each attack recovers"),
-    "audit/strategies": Command(
-        "experiments.audit.strategies", "claimed and measured privacy of each strategy"
-    ),
+    "audit/strategies": Command("experiments.audit.strategies", "claimed and measured privacy of each strategy"),
     "backprop-clipping/tightness": Command(
         "experiments.backprop_clipping.tightness", "how close gradients come to the bounds of clipped layers"
     ),

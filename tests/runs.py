@@ -40,10 +40,7 @@ def sgd(model: nn.Module, lr: float = 0.5, **options: Any) -> torch.optim.Optimi
 
 
 def private_run(
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    dataset: Any = None,
-    **options: Any,
+    model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, dataset: Any = None, **options: Any
 ) -> tuple[nn.Module, Private]:
     """Return a run on the small data, by default with Poisson subsampling and 5 steps per epoch."""
     model = network() if model is None else model

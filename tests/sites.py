@@ -19,9 +19,7 @@ def site(
 ) -> Site:
     """Return the site of a model or of parameters; by default with a sampling that fits the adjacency."""
     model = on if isinstance(on, nn.Module) else nn.Module()
-    parameters = (
-        {name: p for name, p in on.named_parameters() if p.requires_grad} if isinstance(on, nn.Module) else on
-    )
+    parameters = {name: p for name, p in on.named_parameters() if p.requires_grad} if isinstance(on, nn.Module) else on
     if sampling is None:
         sampling = Sampling.FIXED_SIZE if adjacency is Adjacency.REPLACE_ONE else Sampling.POISSON
     return Site(model, parameters, adjacency, unit, make_scheme(sampling, dataset_size=1000, batch_size=10))

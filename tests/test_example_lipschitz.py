@@ -42,7 +42,6 @@ def test_the_bias_of_clipped_gradients(capsys: pytest.CaptureFixture[str]) -> No
     assert float((example.average_gradient((0, 0), clipped=False) ** 2).sum()) < 1e-12
     example.main(["--epochs", "8"])
     clipped, bounded = (
-        [float(n) for n in re.findall(r"-?\d\.\d{3}", line)]
-        for line in capsys.readouterr().out.splitlines()[1:]
+        [float(n) for n in re.findall(r"-?\d\.\d{3}", line)] for line in capsys.readouterr().out.splitlines()[1:]
     )
     assert clipped[1] < -0.7 and abs(bounded[1]) < 0.3

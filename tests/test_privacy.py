@@ -68,9 +68,7 @@ def test_no_other_split_of_the_same_multiplier_adds_less_noise(
 
 
 @given(several, multipliers)
-def test_the_equal_split_gives_every_part_the_same_multiplier(
-    sizes: list[tuple[float, int]], z: float
-) -> None:
+def test_the_equal_split_gives_every_part_the_same_multiplier(sizes: list[tuple[float, int]], z: float) -> None:
     for part in parts_of(sizes, z, "equal"):
         assert part.noise_std / part.sensitivity == pytest.approx(z * math.sqrt(len(sizes)))
 
@@ -115,9 +113,7 @@ def test_a_part_without_noise_leaves_nothing_private() -> None:
     with_noise, without = Part("a", (), 1.0, 1.0), Part("b", (), 1.0, 0.0)
     assert effective_multiplier([with_noise, without]) == 0
     assert split_noise([1, 2], [3, 4], 0.0, "optimal") == [0, 0]
-    assert (
-        effective_multiplier([with_noise, Part("c", (), 0.0, 0.0)]) == 1
-    )  # a part of sensitivity 0 needs no noise
+    assert effective_multiplier([with_noise, Part("c", (), 0.0, 0.0)]) == 1  # a part of sensitivity 0 needs no noise
     assert effective_multiplier([]) == math.inf
 
 
@@ -159,9 +155,7 @@ def test_only_proven_pairs_are_accepted(sampling: Sampling, adjacency: Adjacency
     if adjacency in SUPPORTED[sampling]:
         require_supported(sampling, adjacency)
     else:
-        with pytest.raises(
-            ConfigurationError, match=f"adjacency='{adjacency}'.*sampling='{sampling}'.*use '"
-        ):
+        with pytest.raises(ConfigurationError, match=f"adjacency='{adjacency}'.*sampling='{sampling}'.*use '"):
             Event(sampling, adjacency, Unit.RECORD, 1.0, 1.0)
 
 

@@ -36,10 +36,6 @@ def test_what_has_moved_out_stays_out():
     assert not gone & {path.stem for path in (SRC / "clipwise").iterdir()}
 
 
-@pytest.mark.parametrize(
-    "example", sorted((SRC.parent / "examples").glob("*.py")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("example", sorted((SRC.parent / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_an_example_needs_no_more_than_the_wheel(example):
-    assert not any(
-        f"import {name}" in example.read_text() or f"from {name}" in example.read_text() for name in OUTSIDE
-    )
+    assert not any(f"import {name}" in example.read_text() or f"from {name}" in example.read_text() for name in OUTSIDE)

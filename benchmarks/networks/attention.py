@@ -20,8 +20,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, width) to the same."""
         q, k, v = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.output(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -45,9 +44,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """ViT-B/16: patches of 16 x 16, a class token, 12 blocks of width 768."""
 
-    def __init__(
-        self, images: Images, *, patch: int = 16, width: int = 768, depth: int = 12, heads: int = 12
-    ) -> None:
+    def __init__(self, images: Images, *, patch: int = 16, width: int = 768, depth: int = 12, heads: int = 12) -> None:
         super().__init__()
         self.patches = nn.Conv2d(images.channels, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))

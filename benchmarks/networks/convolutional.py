@@ -12,12 +12,7 @@ from benchmarks.shapes import Images
 
 Norm = Callable[[int], nn.Module]
 # Blocks in each of the four stages, and whether a block is a bottleneck of three convolutions.
-RESNETS = {
-    18: ((2, 2, 2, 2), False),
-    34: ((3, 4, 6, 3), False),
-    50: ((3, 4, 6, 3), True),
-    101: ((3, 4, 23, 3), True),
-}
+RESNETS = {18: ((2, 2, 2, 2), False), 34: ((3, 4, 6, 3), False), 50: ((3, 4, 6, 3), True), 101: ((3, 4, 23, 3), True)}
 # Output channels of the convolutions between two pools.
 VGGS = {
     11: ((64,), (128,), (256, 256), (512, 512), (512, 512)),

@@ -39,9 +39,7 @@ def measure_row(
     return cell
 
 
-def _columns(
-    setting: Setting, columns: list[str], device: torch.device, seed: int, effort: Effort
-) -> dict[str, Cell]:
+def _columns(setting: Setting, columns: list[str], device: torch.device, seed: int, effort: Effort) -> dict[str, Cell]:
     """The figures of each column; `columns` includes the reference."""
     found: dict[str, Cell] = {}
     for name in columns:
@@ -52,9 +50,7 @@ def _columns(
     for name in rounds.seconds:
         figures = found[name]
         figures |= figures_of(rounds.timing(name, REFERENCE))
-        figures[f"{TIME}_over"] = {
-            base: rounds.ratio(name, base) for base in _BASES if base in rounds.seconds
-        }
+        figures[f"{TIME}_over"] = {base: rounds.ratio(name, base) for base in _BASES if base in rounds.seconds}
         if plain and figures["peak_bytes"]:
             figures[f"{MEMORY}_over"] = {REFERENCE: figures["peak_bytes"] / plain}
     return found
@@ -70,9 +66,7 @@ def _memory(setting: Setting, name: str, device: torch.device, seed: int, effort
     return {"failed": reason}
 
 
-def _rounds(
-    setting: Setting, found: dict[str, Cell], device: torch.device, seed: int, effort: Effort
-) -> Rounds:
+def _rounds(setting: Setting, found: dict[str, Cell], device: torch.device, seed: int, effort: Effort) -> Rounds:
     """Time all columns that did not fail, on the same data. A column that fails here gets its reason."""
     wait = partial(synchronize, device)
     shared = make_workload(setting, device, seed)

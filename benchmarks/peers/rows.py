@@ -48,10 +48,7 @@ ON_CUDA = (
     Row("cnn", "CNN, B=512", Setting("cnn", "mnist", 512), floor_bars(1.1, 1.3)),
     Row("mlp", "MLP, B=512", Setting("mlp-2", "mnist", 512), floor_bars(1.1, 1.3)),
     Row("mlp-4x4096", "4x4096 MLP, B=512", Setting("mlp-4x4096", "mnist", 512), floor_bars(1.1, 1.3)),
-    *(
-        Row(name, f"{title}, B=128", Setting(name, "mnist", 128), bars(2.0, 1.5))
-        for name, title in _RECURRENT
-    ),
+    *(Row(name, f"{title}, B=128", Setting(name, "mnist", 128), bars(2.0, 1.5)) for name, title in _RECURRENT),
     *_partial_rows("vit-b16", "ViT-B/16, B=128", "images-224", 128, AUTO, COMPILED),
 )
 ON_CPU = (
@@ -80,7 +77,5 @@ def rows_for(device: str, *, quick: bool = False, wanted: list[str] | None = Non
     known = [row.name for row in rows]
     for name in wanted or []:
         if name not in known:
-            raise ConfigurationError(
-                f"row={name!r} is not known on this device: use one of {', '.join(known)}."
-            )
+            raise ConfigurationError(f"row={name!r} is not known on this device: use one of {', '.join(known)}.")
     return [row for row in rows if not wanted or row.name in wanted]

@@ -41,10 +41,7 @@ class Quantity:
         return ratio
 
 
-QUANTITIES = (
-    Quantity(TIME, "milliseconds", "seconds", 1e3),
-    Quantity(MEMORY, "MiB", "peak_bytes", 2.0**-20),
-)
+QUANTITIES = (Quantity(TIME, "milliseconds", "seconds", 1e3), Quantity(MEMORY, "MiB", "peak_bytes", 2.0**-20))
 
 
 def measured(axis: Axis, results: Results) -> dict[int, Cell]:

@@ -37,10 +37,7 @@ def _section(axis: Axis, results: Results, notes: Notes) -> list[str]:
 
 def _table(axis: Axis, quantity: Quantity, cells: dict[int, Cell], notes: Notes) -> list[str]:
     columns = columns_of(cells)
-    body = [
-        [_mark(x, cell, notes), *(_entry(quantity, cell, c, notes) for c in columns)]
-        for x, cell in cells.items()
-    ]
+    body = [[_mark(x, cell, notes), *(_entry(quantity, cell, c, notes) for c in columns)] for x, cell in cells.items()]
     exponents = [growth(cells, quantity, column) for column in columns]
     body.append(["exponent", *("" if k is None else f"{k:.2f}" for k in exponents)])
     text = (

@@ -41,12 +41,7 @@ def figure(sampling: str, rate: float, z: float, steps: int, accountant: str) ->
     start = time.perf_counter()
     try:
         epsilon = accounting.epsilon(
-            noise_multiplier=z,
-            sample_rate=rate,
-            steps=steps,
-            delta=DELTA,
-            sampling=sampling,
-            accountant=accountant,
+            noise_multiplier=z, sample_rate=rate, steps=steps, delta=DELTA, sampling=sampling, accountant=accountant
         )
     except (ClipwiseError, ImportError) as error:
         return {"epsilon": None, "reason": str(error)}
@@ -81,9 +76,7 @@ def measured() -> list[dict[str, Any]]:
         for rate, z, steps in SETTINGS:
             found = {name: figure(sampling, rate, z, steps, name) for name in accountants.ACCOUNTANTS}
             row = {"sampling": sampling, "rate": rate, "z": z, "steps": steps, "accountants": found}
-            rows.append(
-                {**row, "prv_accountant": two_sided(rate, z, steps) if sampling == "poisson" else None}
-            )
+            rows.append({**row, "prv_accountant": two_sided(rate, z, steps) if sampling == "poisson" else None})
     return rows
 
 

@@ -38,9 +38,7 @@ def release(mu: float) -> tuple[Callable[[Any], None], Any]:
 
 ATTACKS: dict[str, Callable[[float], AuditReport]] = {
     "Dirac canary": lambda mu: audit.canary(*release(mu), runs=1000),
-    "mislabelled canary": lambda mu: audit.canary(
-        *release(mu), kind="mislabelled", loss=losses_of, runs=1000
-    ),
+    "mislabelled canary": lambda mu: audit.canary(*release(mu), kind="mislabelled", loss=losses_of, runs=1000),
     "one run, 500 canaries": lambda mu: audit.one_run(*release(mu), canaries=RECORDS),
 }
 

@@ -86,9 +86,7 @@ def lot_norm() -> nn.Module:
 
 def isometric() -> nn.Module:
     """Orthogonal weights, with which a record can reach all bounds of weight clipping at once."""
-    model = nn.Sequential(
-        layers.ClipInput(1.0), nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)
-    )
+    model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES))
     torch.manual_seed(0)
     for layer in (model[1], model[3]):
         nn.init.orthogonal_(layer.weight)
@@ -152,14 +150,7 @@ STRATEGIES = [
         options={"step": step_at_outputs},
         attack=loud(all_positive()),
     ),
-    Row(
-        "Backprop",
-        Backprop,
-        clipped,
-        weighted_losses,
-        quiet_rows,
-        attack=loud(torch.full((FEATURES,), 50.0)),
-    ),
+    Row("Backprop", Backprop, clipped, weighted_losses, quiet_rows, attack=loud(torch.full((FEATURES,), 50.0))),
 ]
 
 
@@ -170,12 +161,7 @@ def measured(row: Row, runs: int, sampled_runs: int, seed: int) -> dict[str, Any
     many = {**row.sampled, "steps": 8, "noise_multiplier": 0.6}
     subjects = [
         run_of(
-            row.model(),
-            row.losses,
-            row.batch(),
-            row.clipping(),
-            probe_independence=False,
-            **{**chosen, **row.options},
+            row.model(), row.losses, row.batch(), row.clipping(), probe_independence=False, **{**chosen, **row.options}
         )
         for chosen in (few, many)
     ]

@@ -32,12 +32,7 @@ _OF_COLOUR = (
     "gradient-normalize",
 )
 SIGNAL_DATA, SIGNAL_EPSILON = "mnist", 1.0
-SIGNALS = (
-    "upstream-clip",
-    "gradient-normalize",
-    "dp-sgd-layer",
-    "dp-sgd-relu",
-)  # the paper's form is the first
+SIGNALS = ("upstream-clip", "gradient-normalize", "dp-sgd-layer", "dp-sgd-relu")  # the paper's form is the first
 _QUICK_METHODS = ("dp-sgd-tanh", "upstream-clip", "gradient-normalize")
 WITHDRAWN_SEEDS = 3
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from experiments.backprop_clipping import verdicts
 from experiments.backprop_clipping.claims import CLAIMS
-from experiments.backprop_clipping.grid import (
-    EPSILONS,
-    SIGNALS,
-    epsilons,
-    private_methods,
-    rows,
-    sets,
-    signal_rows,
-)
+from experiments.backprop_clipping.grid import EPSILONS, SIGNALS, epsilons, private_methods, rows, sets, signal_rows
 from experiments.backprop_clipping.records import Results
 from experiments.backprop_clipping.search import Row, effort_of
 from experiments.backprop_clipping.trial import METHODS, OPEN, Trial
@@ -69,8 +61,7 @@ def _table(results: Results) -> list[str]:
             lines.append(_entry(results, row, _printed(row)))
         for epsilon in epsilons("table-1", data):
             lines += [
-                _entry(results, row, _printed(row))
-                for row in (Row(data, m, epsilon) for m in private_methods(data))
+                _entry(results, row, _printed(row)) for row in (Row(data, m, epsilon) for m in private_methods(data))
             ]
     return lines
 
@@ -144,9 +135,7 @@ def _best(results: Results) -> list[str]:
             ours, theirs = verdicts.best_pair(results, data, epsilon)
             if ours is not None and theirs is not None:
                 words = [
-                    entry
-                    for row in (ours, theirs)
-                    for entry in (METHODS[row.method].title, results.accuracy(row))
+                    entry for row in (ours, theirs) for entry in (METHODS[row.method].title, results.accuracy(row))
                 ]
                 difference = results.difference(ours, theirs)
                 assert difference is not None  # both rows have tested runs

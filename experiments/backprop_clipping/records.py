@@ -19,9 +19,7 @@ class Results(Shown):
     def tested(self, row: Row) -> list[Cell]:
         """Test runs of all figures, in the order of their seeds."""
         found = {
-            cell["seed"]: cell
-            for figure in ("table-1", "5")
-            for cell in self.tested_at(figure, row.label, row.epsilon)
+            cell["seed"]: cell for figure in ("table-1", "5") for cell in self.tested_at(figure, row.label, row.epsilon)
         }
         return [found[seed] for seed in sorted(found)]
 

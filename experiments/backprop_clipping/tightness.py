@@ -66,8 +66,7 @@ def ratios(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, dict[str, list[f
             bounds["L12"] = math.sqrt(most) * lengths(inputs) * lengths(mass_Bc)
             bounds["L2"] = math.sqrt(cover) * lengths(inputs) * lengths(g)
         found[role.layer.name] = {
-            kind: [float(b) / t for b, t in zip(bound, true, strict=True) if t > 0]
-            for kind, bound in bounds.items()
+            kind: [float(b) / t for b, t in zip(bound, true, strict=True) if t > 0] for kind, bound in bounds.items()
         }
 
     with unclipped(look):

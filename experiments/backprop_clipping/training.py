@@ -82,11 +82,7 @@ def network(trial: Trial, images: Images, seed: int) -> nn.Module:
     if trial.way.clips != "layers":
         return model
     return layers.clip_inputs(
-        model,
-        input_norm=trial.input_norm,
-        grad_norm=trial.grad_norm,
-        mode=trial.way.mode,
-        bound=trial.way.bound,
+        model, input_norm=trial.input_norm, grad_norm=trial.grad_norm, mode=trial.way.mode, bound=trial.way.bound
     )
 
 

@@ -25,8 +25,7 @@ def best_pair(results: Results, data: str, epsilon: float) -> tuple[Row | None, 
     """The best of backpropagation clipping and the best of DP-SGD at one epsilon, by validation."""
     methods = private_methods(data)
     ours, theirs = (
-        results.best_of([Row(data, m, epsilon) for m in methods if m in family])
-        for family in (BACKPROP, DP_SGD)
+        results.best_of([Row(data, m, epsilon) for m in methods if m in family]) for family in (BACKPROP, DP_SGD)
     )
     return ours, theirs
 
@@ -101,9 +100,7 @@ def near_no_noise(results: Results) -> list[str]:
             if ours is not None and mean is not None and without is not None:
                 kept += without - mean <= allowed
                 compared.append(ours)
-                words.append(
-                    f"{data} {results.accuracy(ours)}% at {epsilons[-1]:g}, {without:.1f}% without noise"
-                )
+                words.append(f"{data} {results.accuracy(ours)}% at {epsilons[-1]:g}, {without:.1f}% without noise")
         if words:
             found.append(
                 f'"{claim}" (within {allowed:g} points): **{_verdict(results, compared, kept, len(words))}.** '
@@ -136,10 +133,7 @@ def our_changes(results: Results) -> list[str]:
         "The smaller bound, in mode clip": ("gradient-clip", "upstream-clip"),
         "The smaller bound, in mode normalize": ("gradient-normalize", "upstream-normalize"),
         "To normalize in place of to clip, with the smaller bound": ("gradient-normalize", "gradient-clip"),
-        "Tanh in place of ReLU, with the smaller bound, in mode clip": (
-            "gradient-clip-tanh",
-            "gradient-clip",
-        ),
+        "Tanh in place of ReLU, with the smaller bound, in mode clip": ("gradient-clip-tanh", "gradient-clip"),
     }
     found = []
     for title, (first, second) in pairs.items():
@@ -150,12 +144,7 @@ def our_changes(results: Results) -> list[str]:
             if (gain := results.difference(Row(data, first, e), Row(data, second, e))) is not None
         ]
         if gains:
-            tried = [
-                Row(data, m, e)
-                for data in sets(results.quick)
-                for e in EPSILONS[data]
-                for m in (first, second)
-            ]
+            tried = [Row(data, m, e) for data in sets(results.quick) for e in EPSILONS[data] for m in (first, second)]
             missing = _lacking(results, [row for row in tried if results.tested(row)])
             found.append(f"{title}: {_tally(gains)}." + (f" {NOT_TESTED}: {missing}." if missing else ""))
     return found
@@ -198,9 +187,7 @@ def signal_to_noise(results: Results) -> list[str]:
             word = f"{NOT_TESTED} (one run): more in {len(more)} of {len(ratio[papers])} layers"
         words = "; ".join(
             f"{METHODS[m].title}: "
-            + ", ".join(
-                f"{name} {mine:.3g} against {ratio[other][name]:.3g}" for name, mine in ratio[m].items()
-            )
+            + ", ".join(f"{name} {mine:.3g} against {ratio[other][name]:.3g}" for name, mine in ratio[m].items())
             for m in ours
         )
         found.append(
@@ -233,9 +220,7 @@ def ratios(curve: list[Cell]) -> dict[str, float]:
 
 
 def _growth(curve: list[Cell]) -> float:
-    first, last = (
-        math.hypot(*(layer["gradient"] for layer in curve[place]["layers"].values())) for place in (0, -1)
-    )
+    first, last = (math.hypot(*(layer["gradient"] for layer in curve[place]["layers"].values())) for place in (0, -1))
     return last / first
 
 

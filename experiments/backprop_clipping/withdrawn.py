@@ -68,10 +68,7 @@ def run(job: Withdrawn, images: Images, seed: int, deadline: Deadline) -> Cell:
     claim = job.claim
     start = time.perf_counter()
     model = layers.clip_inputs(
-        plain_network(images, seed, "relu"),
-        input_norm=claim.input_norm,
-        grad_norm=job.grad_norm,
-        bound="upstream",
+        plain_network(images, seed, "relu"), input_norm=claim.input_norm, grad_norm=job.grad_norm, bound="upstream"
     )
     private = clipwise.make_private(
         model,

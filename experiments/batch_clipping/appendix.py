@@ -81,9 +81,5 @@ def _recomputed(stated: Stated) -> Recomputed:
 
 def _epsilon(multiplier: float, sampling: str) -> float:
     return accounting.epsilon(
-        noise_multiplier=multiplier,
-        sample_rate=BATCH / RECORDS,
-        steps=STEPS,
-        delta=DELTA,
-        sampling=sampling,
+        noise_multiplier=multiplier, sample_rate=BATCH / RECORDS, steps=STEPS, delta=DELTA, sampling=sampling
     )

@@ -16,9 +16,7 @@ from experiments.harness.verdicts import lacking
 _ERRORS = 2.0  # standard errors from which a difference counts
 _DIMENSIONS = 2  # of the search at equal epsilon: batch size and walk
 _EPOCHS_IN_PAPER = {
-    (figure.name, row.label): row.epochs_in_paper or row.setting.epochs
-    for figure in FIGURES
-    for row in figure.rows
+    (figure.name, row.label): row.epochs_in_paper or row.setting.epochs for figure in FIGURES for row in figure.rows
 }
 
 
@@ -60,13 +58,7 @@ FIGURE_CLAIMS = (
     Claim("ALC is better than FGC", "18", "ALC", "FGC, equal noise", "equal noise"),
     Claim("ALC is better than FGC", "18", "ALC", "FGC, equal privacy", "equal privacy"),
     Claim("4 groups are better than ALC", "18", "4 groups, equal privacy", "ALC", "equal privacy"),
-    Claim(
-        "Multipliers are better than ALC",
-        "18",
-        "multipliers (optimal), equal privacy",
-        "ALC",
-        "equal privacy",
-    ),
+    Claim("Multipliers are better than ALC", "18", "multipliers (optimal), equal privacy", "ALC", "equal privacy"),
     Claim(
         "BC with enhanced ALC is better than flat IC with group norm",
         "18",
@@ -82,13 +74,7 @@ FIGURE_CLAIMS = (
         "ALC, sigma 2.5",
         "equal privacy",
     ),
-    Claim(
-        "4 groups are better than ALC",
-        "B",
-        "4 groups, privacy of sigma 2.5",
-        "ALC, sigma 2.5",
-        "equal privacy",
-    ),
+    Claim("4 groups are better than ALC", "B", "4 groups, privacy of sigma 2.5", "ALC, sigma 2.5", "equal privacy"),
     Claim(
         "Freezing entries helps",
         "B",
@@ -125,11 +111,7 @@ FIGURE_CLAIMS = (
 EQUAL_CLAIMS = tuple(
     Claim(text, tuned.NAME, better, worse)
     for text, better, worse in (
-        (
-            "BC with batch norm is better than IC with group norm",
-            "BC, flat, batch norm",
-            "IC, flat, group norm",
-        ),
+        ("BC with batch norm is better than IC with group norm", "BC, flat, batch norm", "IC, flat, group norm"),
         (
             "BC with enhanced ALC is better than flat IC with group norm",
             "BC, enhanced, batch norm",
@@ -149,11 +131,7 @@ EQUAL_CLAIMS = tuple(
             "IC, multipliers (optimal), group norm",
             "IC, flat, group norm",
         ),
-        (
-            "4 groups are better than ALC under BC",
-            "BC, 4 groups, batch norm",
-            "BC, enhanced, batch norm",
-        ),
+        ("4 groups are better than ALC under BC", "BC, 4 groups, batch norm", "BC, enhanced, batch norm"),
         ("Many microbatches are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
         (
             "Momentum inside microbatches is better than one clipped mean",
@@ -195,11 +173,7 @@ def finals(cells: list[Cell]) -> list[Cell]:
     """The tested runs of the setting that did best on the validation part; a failed run if every trial failed."""
     trials = [c for c in cells if c["judged_by"] == "validation"]
     best = tuned.chosen(trials)
-    return (
-        trials[:1]
-        if best is None
-        else [c for c in cells if c["judged_by"] == "test" and c["setting"] == best]
-    )
+    return trials[:1] if best is None else [c for c in cells if c["judged_by"] == "test" and c["setting"] == best]
 
 
 def _sentence(better: list[Cell], worse: list[Cell], trials: int, epochs_in_paper: int | None = None) -> str:

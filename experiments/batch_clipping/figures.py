@@ -41,9 +41,7 @@ class Figure:
 def _short(row: Row) -> Row:
     """The row with fewer epochs than in the paper."""
     return replace(
-        row,
-        setting=row.setting.but(epochs=min(_SHORT, row.setting.epochs)),
-        epochs_in_paper=row.setting.epochs,
+        row, setting=row.setting.but(epochs=min(_SHORT, row.setting.epochs)), epochs_in_paper=row.setting.epochs
     )
 
 
@@ -58,12 +56,7 @@ def _against_flat(setting: Setting, parts: int) -> tuple[Row, ...]:
     """
     assert setting.sigma is not None
     flat = setting.but(
-        clip="example",
-        parts="all",
-        norm="group",
-        sigma=setting.sigma / math.sqrt(parts),
-        norm_decay=1.0,
-        mini_sets=1,
+        clip="example", parts="all", norm="group", sigma=setting.sigma / math.sqrt(parts), norm_decay=1.0, mini_sets=1
     )
     faster = flat.but(learning_rate=flat.learning_rate * flat.batch_size)
     return (
@@ -84,11 +77,7 @@ def _schedules(setting: Setting, what: str, paper: str) -> tuple[Row, ...]:
     """Constant and diminishing step size, constant and diminishing C."""
     words = {1.0: "constant", 0.9: "diminishing"}
     return tuple(
-        Row(
-            f"{what}, {words[decay]} rate, {words[shrink]} C",
-            setting.but(decay=decay, norm_decay=shrink),
-            paper,
-        )
+        Row(f"{what}, {words[decay]} rate, {words[shrink]} C", setting.but(decay=decay, norm_decay=shrink), paper)
         for decay in words
         for shrink in words
     )
@@ -111,17 +100,10 @@ FIGURES: tuple[Figure, ...] = (
         "Adaptive layerwise (ALC) and full-gradient clipping (FGC) under BC: ResNet-18, CIFAR-10",
         Row("ALC", RESNET, "66.66%"),
         Row("FGC, equal noise", RESNET.but(parts="all"), "46.35%"),
-        Row(
-            "FGC, equal privacy",
-            RESNET.but(parts="all", sigma=0.01875 / math.sqrt(_TENSORS)),
-            "below ALC",
-        ),
+        Row("FGC, equal privacy", RESNET.but(parts="all", sigma=0.01875 / math.sqrt(_TENSORS)), "below ALC"),
         Row("4 groups, equal privacy", RESNET.but(parts="groups", sigma=0.01875 * math.sqrt(4 / _TENSORS))),
         *(
-            Row(
-                f"multipliers ({kind}), equal privacy",
-                RESNET.but(parts=parts, sigma=0.01875 / math.sqrt(_TENSORS)),
-            )
+            Row(f"multipliers ({kind}), equal privacy", RESNET.but(parts=parts, sigma=0.01875 / math.sqrt(_TENSORS)))
             for kind, parts in (("paper", "multipliers-paper"), ("optimal", "multipliers"))
         ),
         *_against_flat(RESNET, _TENSORS),
@@ -143,10 +125,7 @@ FIGURES: tuple[Figure, ...] = (
             "multipliers (optimal), privacy of sigma 2.5",
             LENET.but(parts="multipliers", sigma=2.5 / math.sqrt(_LAYERS)),
         ),
-        Row(
-            "one random layer, privacy of sigma 2.5",
-            LENET.but(parts="random-layer", sigma=2.5 / math.sqrt(_LAYERS)),
-        ),
+        Row("one random layer, privacy of sigma 2.5", LENET.but(parts="random-layer", sigma=2.5 / math.sqrt(_LAYERS))),
         Row(
             "FGC, sparse from half of the epochs, privacy of sigma 2.5",
             LENET.but(parts="all", sigma=2.5 / math.sqrt(_LAYERS), sparse_from=25),
@@ -166,10 +145,7 @@ FIGURES: tuple[Figure, ...] = (
     _figure(
         "11",
         "Master clipping constant: BN-LeNet-5, MNIST, sigma 0.5, m = 64",
-        *(
-            Row(f"C = {C:g}", LENET.but(max_norm=C), "84.80%, the best" if C == 0.2 else "")
-            for C in (0.05, 0.2, 0.8)
-        ),
+        *(Row(f"C = {C:g}", LENET.but(max_norm=C), "84.80%, the best" if C == 0.2 else "") for C in (0.05, 0.2, 0.8)),
         *_against_flat(LENET, _LAYERS),
     ),
     _figure(
@@ -262,9 +238,7 @@ FIGURES: tuple[Figure, ...] = (
     _figure(
         "15",
         "IC with ALC: convnet without norm, CIFAR-10, C = 0.095, sigma 0.01875, m = 64",
-        *_schedules(
-            CONVNET.but(clip="example", norm="none", max_norm=0.095, sigma=0.01875), "IC", "at most 21.12%"
-        ),
+        *_schedules(CONVNET.but(clip="example", norm="none", max_norm=0.095, sigma=0.01875), "IC", "at most 21.12%"),
         *_against_flat(CONVNET.but(max_norm=0.095, sigma=0.01875), _PLAIN_CONVNET_LAYERS),
     ),
     _figure(

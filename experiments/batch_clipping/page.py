@@ -137,9 +137,7 @@ def _appendix() -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for line in appendix.recomputed():
-        stated = [
-            "not stated" if value is None else f"{value:g}" for value in (line.stated.h, line.stated.mu)
-        ]
+        stated = ["not stated" if value is None else f"{value:g}" for value in (line.stated.h, line.stated.mu)]
         proven = (line.epsilon, line.flat_epsilon, line.poisson_epsilon)
         lines.append(
             f"| {line.stated.sigma:g} | {stated[0]} | {line.h:.4g} | {stated[1]} | {line.mu:.4g} | "

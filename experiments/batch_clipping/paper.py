@@ -18,9 +18,7 @@ QUICK_METHODS = ("IC, flat, group norm", "BC, flat, batch norm", "BC, multiplier
 def tasks(options: Options, found: Mapping[str, Cell]) -> Iterator[Task]:
     """Every row and seed of the selected figures, then the trials and tests at equal epsilon."""
     for figure in FIGURES:
-        if options.asks_for(figure.name) and (
-            options.figures or not options.quick or figure.name in QUICK_FIGURES
-        ):
+        if options.asks_for(figure.name) and (options.figures or not options.quick or figure.name in QUICK_FIGURES):
             for row in figure.rows[: QUICK_ROWS if options.quick else None]:
                 for seed in range(options.seeds or 1):
                     yield _task(options, row.setting, seed, "test", figure.name, row.label)
@@ -46,13 +44,7 @@ def _tuned(options: Options, found: Mapping[str, Cell], method: str, epsilon: fl
 
 
 def _task(
-    options: Options,
-    setting: Setting,
-    seed: int,
-    judged_by: str,
-    figure: str,
-    row: str,
-    budget: float | None = None,
+    options: Options, setting: Setting, seed: int, judged_by: str, figure: str, row: str, budget: float | None = None
 ) -> Task:
     place = Place(figure, row, setting.epochs, options.quick, budget)
     return Task(_shortened(setting, options), seed, judged_by, place)

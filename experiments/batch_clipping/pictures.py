@@ -51,9 +51,7 @@ def pictures(name: str, folder: Path | None, device: torch.device, *, judged_by:
     look = data.look(name)
     if name == "digits":
         look = data.Look(look.channels, SIDE, look.mean, look.deviation)
-    private, public, held_out = (
-        data.placed(part, device) for part in (parts.private, parts.public, held_out)
-    )
+    private, public, held_out = (data.placed(part, device) for part in (parts.private, parts.public, held_out))
     return Pictures(private, public, held_out, look)
 
 

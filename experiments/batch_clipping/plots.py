@@ -38,9 +38,7 @@ def _curves(figure: Figure, rows: list[str], shown: Rows, file: Path) -> Path:
         axes = canvas.add_subplot()
         for row in rows:
             curve = _curve(shown, figure, row)
-            axes.plot(
-                range(1, len(curve) + 1), [100 * a for a in curve], marker="." * (len(curve) < 2), label=row
-            )
+            axes.plot(range(1, len(curve) + 1), [100 * a for a in curve], marker="." * (len(curve) < 2), label=row)
         axes.set_xlabel("epoch")
         axes.set_ylabel("accuracy on the public tenth, %")
         axes.set_title(figure.title, fontsize=8)
@@ -80,7 +78,5 @@ def _equal(shown: Rows, file: Path) -> Path:
 
 def _curve(shown: Rows, figure: Figure, row: str) -> list[float]:
     cells = shown.get((figure.name, row, None), [])
-    found: list[float] = next(
-        (c["public_accuracy_by_epoch"] for c in cells if "public_accuracy_by_epoch" in c), []
-    )
+    found: list[float] = next((c["public_accuracy_by_epoch"] for c in cells if "public_accuracy_by_epoch" in c), [])
     return found

@@ -66,9 +66,7 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
     if setting.parts == "random-layer":
         return RandomLayer(groups=setting.layers)
     public = Public(
-        pictures.public,
-        lambda model, x, y: losses_of(model, pictures.centred(x), y),
-        name=f"a tenth of {setting.data}",
+        pictures.public, lambda model, x, y: losses_of(model, pictures.centred(x), y), name=f"a tenth of {setting.data}"
     )
     # With batch norm there are no per-example gradients, so norms are measured over microbatches.
     size = setting.batch_size // setting.mini_sets

@@ -65,9 +65,7 @@ def train(
     earlier = _earlier(kept)
     if earlier:
         model.load_state_dict(earlier["model"])
-    trainer = (
-        _Openly(setting, model, pictures) if not setting.is_private else _Privately(setting, model, pictures)
-    )
+    trainer = _Openly(setting, model, pictures) if not setting.is_private else _Privately(setting, model, pictures)
     progress = _Progress(**earlier["told"]) if earlier else _Progress()
     if earlier:
         trainer.load_state_dict(earlier["trainer"])
@@ -250,11 +248,7 @@ class _Privately(_Openly):
                 spent = private.spent()
             except ClipwiseError as error:
                 return found | {"epsilon": None, "why_no_epsilon": str(error)}
-            return found | {
-                "epsilon": spent.epsilon,
-                "adjacency": str(spent.adjacency),
-                "in_words": str(spent),
-            }
+            return found | {"epsilon": spent.epsilon, "adjacency": str(spent.adjacency), "in_words": str(spent)}
 
     def _rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
@@ -274,9 +268,7 @@ def _noise(parts: list[Part], divisor: float, model: nn.Module) -> float:
     square = 0.0
     for part in parts:
         scales = part.scales or (1.0,) * len(part.parameters)
-        square += sum(
-            (part.noise_std / m) ** 2 * sizes[n] for n, m in zip(part.parameters, scales, strict=True)
-        )
+        square += sum((part.noise_std / m) ** 2 * sizes[n] for n, m in zip(part.parameters, scales, strict=True))
     return math.sqrt(square / sum(sizes.values())) / divisor
 
 

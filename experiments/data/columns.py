@@ -32,9 +32,7 @@ def columns(name: str, folder: str | os.PathLike[str] | None = None) -> dict[str
         if file.is_file():
             text = decompress(file.read_bytes()).decode("utf-8")
             head, *rows = csv.reader(io.StringIO(text, newline=""))
-            return {
-                column: _typed(values) for column, values in zip(head, zip(*rows, strict=True), strict=True)
-            }
+            return {column: _typed(values) for column, values in zip(head, zip(*rows, strict=True), strict=True)}
     raise ConfigurationError(f"The folder of data sets holds no {name}.csv.gz and no {name}.csv.xz.")
 
 

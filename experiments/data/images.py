@@ -42,9 +42,7 @@ class Look:
     def standardised(self, x_BCHW: Tensor) -> Tensor:
         """(x - mean) / deviation, channel by channel."""
         shape = (1, -1, 1, 1)
-        return (x_BCHW - x_BCHW.new_tensor(self.mean).view(shape)) / x_BCHW.new_tensor(self.deviation).view(
-            shape
-        )
+        return (x_BCHW - x_BCHW.new_tensor(self.mean).view(shape)) / x_BCHW.new_tensor(self.deviation).view(shape)
 
 
 LOOKS = {

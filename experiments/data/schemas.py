@@ -174,9 +174,7 @@ _NURSERY: dict[str, Column] = {
     "health": _levels("recommended priority not_recom"),
 }
 
-_SCHOOLING = _levels(
-    "1 2 3 4 5 19 34 37 38"
-)  # from secondary school to a doctorate, basic schooling, unknown
+_SCHOOLING = _levels("1 2 3 4 5 19 34 37 38")  # from secondary school to a doctorate, basic schooling, unknown
 _WORK = _levels("0 1 2 3 4 5 6 7 8 9 10 90 99")  # the main groups of the list of occupations
 _STUDENTS: dict[str, Column] = {
     "Marital status": _numbers(1, 6),
@@ -233,18 +231,12 @@ SCHEMAS: dict[str, Schema] = {
         note="partial: 20,531 of 29,332 records, since the rest has no label in this copy",
     ),
     "breast_cancer": Schema("Breast Cancer", ("breast_cancer",), "benign", ("0", "1"), _breast()),
-    "credit_default": Schema(
-        "Default Credit", ("credit_default",), "default_payment_next_month", ("0", "1"), _CREDIT
-    ),
+    "credit_default": Schema("Default Credit", ("credit_default",), "default_payment_next_month", ("0", "1"), _CREDIT),
     "students_dropout": Schema(
         "Dropout", ("students_dropout",), "Target", ("Dropout", "Enrolled", "Graduate"), _STUDENTS
     ),
     "german_credit": Schema("German Credit", ("german_credit",), "class", ("1", "2"), _GERMAN),
     "nursery": Schema(
-        "Nursery",
-        ("nursery",),
-        "class",
-        ("not_recom", "recommend", "very_recom", "priority", "spec_prior"),
-        _NURSERY,
+        "Nursery", ("nursery",), "class", ("not_recom", "recommend", "very_recom", "priority", "spec_prior"), _NURSERY
     ),
 }

@@ -38,9 +38,7 @@ def split(dataset: TensorDataset, *, validation: bool = False) -> Split:
     place[torch.from_numpy(order)] = torch.arange(len(dataset)) % PARTS
     is_public = place == _PUBLIC
     is_validation = (place == _VALIDATION) & validation
-    return Split(
-        *(_rows(dataset, which) for which in (~is_public & ~is_validation, is_public, is_validation))
-    )
+    return Split(*(_rows(dataset, which) for which in (~is_public & ~is_validation, is_public, is_validation)))
 
 
 def _rows(dataset: TensorDataset, chosen: torch.Tensor) -> TensorDataset:

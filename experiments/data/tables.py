@@ -80,9 +80,7 @@ def cut(dataset: TensorDataset, share: float, seed: int) -> tuple[TensorDataset,
     order = np.argsort(np.random.Philox(key=seed).random_raw(count), kind="stable")
     is_cut = torch.zeros(count, dtype=torch.bool)
     is_cut[torch.from_numpy(order[: round(share * count)])] = True
-    rest, taken = (
-        TensorDataset(*(tensor[chosen] for tensor in dataset.tensors)) for chosen in (~is_cut, is_cut)
-    )
+    rest, taken = (TensorDataset(*(tensor[chosen] for tensor in dataset.tensors)) for chosen in (~is_cut, is_cut))
     return rest, taken
 
 

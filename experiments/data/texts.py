@@ -52,7 +52,5 @@ def texts(
     one_of("data", name, _FILES)
     table = columns(_FILES[name][0 if train else 1], folder)
     parts = [table[column] for column in _TEXT_COLUMNS if column in table]
-    ids = [
-        encode(" ".join(map(str, row)), length=length, buckets=buckets) for row in zip(*parts, strict=True)
-    ]
+    ids = [encode(" ".join(map(str, row)), length=length, buckets=buckets) for row in zip(*parts, strict=True)]
     return TensorDataset(torch.tensor(ids), torch.from_numpy(table["label"]).long())

@@ -20,8 +20,7 @@ def write(folder: Path, results: dict[str, Any]) -> None:
 def _markdown(results: dict[str, Any]) -> str:
     where, runs = results["environment"], results["runs"]
     by_budget = [
-        [run for run in runs if run["budget"] == budget]
-        for budget in dict.fromkeys(run["budget"] for run in runs)
+        [run for run in runs if run["budget"] == budget] for budget in dict.fromkeys(run["budget"] for run in runs)
     ]
     lines = [
         "# Test accuracy of the one-block Transformer on the IMDB sample",

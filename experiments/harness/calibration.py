@@ -11,9 +11,7 @@ from clipwise import accounting
 from clipwise.ledger.durable_files import replace_file
 
 
-def multiplier(
-    epsilon: float, delta: float, sample_rate: float, steps: int, folder: Path | None = None
-) -> float:
+def multiplier(epsilon: float, delta: float, sample_rate: float, steps: int, folder: Path | None = None) -> float:
     """The noise multiplier with which `steps` Poisson steps are (epsilon, delta)-private.
 
     Args:

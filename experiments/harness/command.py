@@ -26,9 +26,7 @@ class Command:
         return import_module(self.module).main(arguments)
 
 
-def dispatch(
-    program: str, about: str, commands: Mapping[str, tuple[str, Main]], arguments: Sequence[str]
-) -> int:
+def dispatch(program: str, about: str, commands: Mapping[str, tuple[str, Main]], arguments: Sequence[str]) -> int:
     """Run the command that the first argument names; returns the exit code.
 
     Args:

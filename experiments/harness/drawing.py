@@ -12,9 +12,7 @@ from typing import Any
 from clipwise.errors import ConfigurationError
 from clipwise.report.plots import METADATA, STYLE
 
-LEFT_OUT = (
-    "plots are left out: install clipwise-dp[plots], then `python -m benchmarks --render` with this folder"
-)
+LEFT_OUT = "plots are left out: install clipwise-dp[plots], then `python -m benchmarks --render` with this folder"
 
 
 def can_draw() -> bool:
@@ -27,9 +25,7 @@ def drawing(file: Path, width: float, height: float) -> Iterator[Any]:
     """An empty figure (size in inches), written to the file at the end, without random ids and dates."""
     matplotlib = _matplotlib()
     with matplotlib.rc_context({"svg.hashsalt": file.stem, "font.size": 8}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(
-            figsize=(width, height), layout="constrained"
-        )
+        canvas = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
         yield canvas
         canvas.savefig(file, metadata={"Date": None})
 

@@ -67,8 +67,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {"clipwise": __version__}
-        | {name: version for name in _PACKAGES if (version := _version(name))},
+        "versions": {"clipwise": __version__} | {name: version for name in _PACKAGES if (version := _version(name))},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
     if device.type == "cuda":

@@ -69,9 +69,7 @@ def _require_rows(paper: Paper, options: Options, store: Store) -> None:
     """Raise if no row has the text of `--only` in its name."""
     rows = [task.place.row for task in paper.tasks(options, store.cells)]
     if not any(options.only in row for row in rows):
-        raise ConfigurationError(
-            f"only={options.only!r} is in no row's name: give a part of one, such as {rows[0]!r}."
-        )
+        raise ConfigurationError(f"only={options.only!r} is in no row's name: give a part of one, such as {rows[0]!r}.")
 
 
 def _run(paper: Paper, options: Options, store: Store, say: Say) -> None:
@@ -124,10 +122,7 @@ class _Grid:
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to run."""
-        return all(
-            "unfinished" not in self._store.cells.get(task.key, {"unfinished": True})
-            for task in self._tasks()
-        )
+        return all("unfinished" not in self._store.cells.get(task.key, {"unfinished": True}) for task in self._tasks())
 
     def finished(self, task: Task, cell: Cell) -> None:
         """Store the result of a run."""
@@ -135,12 +130,7 @@ class _Grid:
         if "unfinished" in cell and not cell.get("public_accuracy_by_epoch"):
             return  # it has no result yet
         setting = task.setting
-        result = {
-            "setting": setting.key,
-            "seed": task.seed,
-            "judged_by": task.judged_by,
-            "epochs": setting.epochs,
-        }
+        result = {"setting": setting.key, "seed": task.seed, "judged_by": task.judged_by, "epochs": setting.epochs}
         self._store.add(task.key, result | cell)
         self._store.show(task.key, task.place.to_dict())
 

@@ -76,10 +76,7 @@ class Store:
     def _write(self) -> None:
         about = {"format": FORMAT, "commands": self.commands, "environments": self.environments}
         # One run per line keeps files and diffs readable.
-        runs = [
-            f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}"
-            for key, cell in self.cells.items()
-        ]
+        runs = [f"  {json.dumps(key)}: {json.dumps(cell, separators=(',', ':'))}" for key, cell in self.cells.items()]
         cells = "{\n" + ",\n".join(runs) + "\n }" if runs else "{}"
         text = json.dumps(about, indent=1).removesuffix("\n}") + f',\n "cells": {cells}\n}}\n'
         replace_file(self._file, lambda file: file.write(text.encode()), mode=0o644)

@@ -59,9 +59,7 @@ class Training:
 
     def cost(self) -> Cell:
         """End a private run; returns the privacy spent, by PLD."""
-        return (
-            {"epsilon": None, "why_no_epsilon": "no privacy"} if self.private is None else spent(self.private)
-        )
+        return {"epsilon": None, "why_no_epsilon": "no privacy"} if self.private is None else spent(self.private)
 
 
 def spent(private: clipwise.Private) -> Cell:
@@ -89,11 +87,7 @@ def run(begin: Callable[[], Training], held_out: TensorDataset, rows: int, deadl
     training = begin().all_steps(deadline)
     seconds = time.perf_counter() - start
     accuracy, loss = judged(training.model, held_out, rows)
-    result: dict[str, Any] = {
-        "accuracy": accuracy,
-        "loss": round(loss, 5),
-        "seconds": round(seconds, 2),
-    }
+    result: dict[str, Any] = {"accuracy": accuracy, "loss": round(loss, 5), "seconds": round(seconds, 2)}
     if training.average is not None:
         with training.average.applied():
             result["averaged_accuracy"] = judged(training.model, held_out, rows)[0]

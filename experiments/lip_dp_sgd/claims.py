@@ -40,15 +40,9 @@ class Claim:
 
 TABLES: dict[str, Claim] = {
     "adult": Claim("48842 x 14", 0.414, (0.824, 0.831, 0.804), (0.824, 0.831, 0.831), (0.822, 0.829, 0.713)),
-    "naticusdroid": Claim(
-        "29333 x 87", 1.273, (0.951, 0.959, 0.945), (0.951, 0.959, 0.959), (0.947, 0.952, 0.701)
-    ),
-    "breast_cancer": Claim(
-        "569 x 32", 1.672, (0.773, 0.798, 0.7), (0.773, 0.798, 0.924), (0.813, 0.924, 0.519)
-    ),
-    "credit_default": Claim(
-        "30000 x 24", 1.442, (0.809, 0.816, 0.792), (0.809, 0.816, 0.816), (0.804, 0.815, 0.774)
-    ),
+    "naticusdroid": Claim("29333 x 87", 1.273, (0.951, 0.959, 0.945), (0.951, 0.959, 0.959), (0.947, 0.952, 0.701)),
+    "breast_cancer": Claim("569 x 32", 1.672, (0.773, 0.798, 0.7), (0.773, 0.798, 0.924), (0.813, 0.924, 0.519)),
+    "credit_default": Claim("30000 x 24", 1.442, (0.809, 0.816, 0.792), (0.809, 0.816, 0.816), (0.804, 0.815, 0.774)),
     "students_dropout": Claim(
         "4424 x 36",
         1.326,
@@ -58,9 +52,7 @@ TABLES: dict[str, Claim] = {
         other_task="here a task of three classes (dropout, enrolled, graduate), and the paper's is binary: its numbers "
         "and ours do not compare",
     ),
-    "german_credit": Claim(
-        "1000 x 20", 3.852, (0.735, 0.746, 0.768), (0.735, 0.746, 0.746), (0.735, 0.722, 0.493)
-    ),
+    "german_credit": Claim("1000 x 20", 3.852, (0.735, 0.746, 0.768), (0.735, 0.746, 0.746), (0.735, 0.722, 0.493)),
     "nursery": Claim("12960 x 8", 1.432, (0.919, 0.931, 0.89), (0.919, 0.931, 0.931), (0.916, 0.912, 0.487)),
 }
 
@@ -72,9 +64,7 @@ def contradictions() -> list[str]:
         for place, method in enumerate(METHODS):
             first, fifth = claim.table_1[place], claim.table_5[place]
             if first != fifth:
-                found.append(
-                    f"{name}, {method} without group norm: {first:g} in table 1, {fifth:g} in table 5"
-                )
+                found.append(f"{name}, {method} without group norm: {first:g} in table 1, {fifth:g} in table 5")
     copied = [n for n, c in TABLES.items() if c.table_5[2] == max(c.table_5[1], c.table_5_normed[1])]
     if len(copied) == len(TABLES):
         found.append(

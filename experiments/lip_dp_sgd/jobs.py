@@ -149,9 +149,7 @@ def _norms(model: torch.nn.Module, x: Tensor, y: Tensor, max_norm: float) -> dic
         return torch.nn.functional.cross_entropy(outputs, one_y.unsqueeze(0))
 
     clipped_inputs = model[0](x)  # type: ignore[index]
-    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(
-        parameters, clipped_inputs.detach(), y
-    )
+    grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, clipped_inputs.detach(), y)
     g_Bd = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
     norms_B = g_Bd.norm(dim=1)
     clipped_Bd = g_Bd * (max_norm / norms_B).clamp(max=1).unsqueeze(1)

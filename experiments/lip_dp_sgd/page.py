@@ -8,14 +8,7 @@ from experiments.harness.store import Store
 from experiments.harness.verdicts import as_list
 from experiments.lip_dp_sgd import verdicts
 from experiments.lip_dp_sgd.claims import CLIPPED_TO_C, CLIPPED_TO_C_TITLE, METHODS, TABLES, contradictions
-from experiments.lip_dp_sgd.grid import (
-    BIASED,
-    EPSILONS,
-    TIMED,
-    TUNED_AT,
-    image_rows,
-    table_rows,
-)
+from experiments.lip_dp_sgd.grid import BIASED, EPSILONS, TIMED, TUNED_AT, image_rows, table_rows
 from experiments.lip_dp_sgd.records import Results, in_words, largest_epsilon
 from experiments.lip_dp_sgd.search import SEARCH, Row, effort_of
 from experiments.lip_dp_sgd.sets import DIGITS
@@ -37,10 +30,7 @@ def markdown(store: Store, quick: bool) -> str:
         "for; the data is public. p is that of a Wilcoxon signed-rank test on pairs of seeds.",
         "",
     ]
-    for figure, title in (
-        ("table-1", "Table 1: tables without group norm"),
-        ("table-5", "Table 5: with and without"),
-    ):
+    for figure, title in (("table-1", "Table 1: tables without group norm"), ("table-5", "Table 5: with and without")):
         if results.has(figure):
             lines += [f"## {title}", "", *_table(results, figure, quick), ""]
             lines += as_list(verdicts.verdicts(results, figure))
@@ -67,8 +57,7 @@ def _table(results: Results, figure: str, quick: bool) -> list[str]:
     methods = [TITLES[m] for m in METHODS]
     rows = {(row.data, row.norm): row for row in table_rows(figure, quick)}
     has_clipped = any(
-        results.tested(figure, Row(name, norm, CLIPPED_TO_C, row.epsilon))
-        for (name, norm), row in rows.items()
+        results.tested(figure, Row(name, norm, CLIPPED_TO_C, row.epsilon)) for (name, norm), row in rows.items()
     )
     head = ["data set", "norm", "epsilon", *(f"{m}, paper" for m in methods), *methods]
     head += [*([CLIPPED_TO_C_TITLE] if has_clipped else []), "Lip against DP-SGD"]
@@ -86,9 +75,7 @@ def _table(results: Results, figure: str, quick: bool) -> list[str]:
         entries = [_title(name), norm, spent, *printed, *ours, words]
         lines.append(f"| {' | '.join(entries)} |")
     notes = [f"{_title(n)} is {SCHEMAS[n].note}." for n, _ in rows if n in SCHEMAS and SCHEMAS[n].note]
-    notes += [
-        f"{_title(n)} is {TABLES[n].other_task}." for n, _ in rows if n in TABLES and TABLES[n].other_task
-    ]
+    notes += [f"{_title(n)} is {TABLES[n].other_task}." for n, _ in rows if n in TABLES and TABLES[n].other_task]
     if has_clipped:
         notes.append(
             f'The column "{CLIPPED_TO_C_TITLE}" is of another method than Fix-Lip-DP-SGD, by whose name it was run: '
@@ -179,13 +166,7 @@ def _settings(results: Results, quick: bool) -> list[str]:
 def _setting(trial: Trial) -> str:
     rate = trial.sample_rate or 0.0
     alpha = f"{trial.alpha:.2g}" if trial.norm == "bounded" else ""
-    words = (
-        f"{trial.max_norm:.3g}",
-        f"{trial.learning_rate:.2g}",
-        f"1/{1 / rate:.0f}",
-        str(trial.epochs),
-        alpha,
-    )
+    words = (f"{trial.max_norm:.3g}", f"{trial.learning_rate:.2g}", f"1/{1 / rate:.0f}", str(trial.epochs), alpha)
     return " | ".join(words)
 
 

@@ -63,17 +63,12 @@ def _times(canvas: Any, results: Results, quick: bool) -> bool:
     something = False
     for name, sizes in timed.items():
         found = {
-            s: c["seconds_of_an_epoch"]
-            for s in sizes
-            for c in results.at("2", f"{name}/{s}")
-            if "failed" not in c
+            s: c["seconds_of_an_epoch"] for s in sizes for c in results.at("2", f"{name}/{s}") if "failed" not in c
         }
         for method in ("plain", "dp-sgd", "lip") if found else ():
             something = True
             seconds = [values[method] for values in found.values()]
-            axes[name].plot(
-                list(found), seconds, marker="o", markersize=3, color=_COLORS[method], label=TITLES[method]
-            )
+            axes[name].plot(list(found), seconds, marker="o", markersize=3, color=_COLORS[method], label=TITLES[method])
         axes[name].set_xscale("log", base=2)
         axes[name].set_ylim(bottom=0)
         axes[name].set_xlabel("batch size")
@@ -93,12 +88,8 @@ def _bias(canvas: Any, results: Results, quick: bool) -> bool:
             if curve := cell.get("curve"):
                 something = True
                 steps = [place["step"] for place in curve]
-                axes[name].plot(
-                    steps, [p["error"] for p in curve], color="tab:blue", label="error of clipping"
-                )
-                axes[name].plot(
-                    steps, [p["clipped"] for p in curve], "--", color="tab:red", label="clipped mean"
-                )
+                axes[name].plot(steps, [p["error"] for p in curve], color="tab:blue", label="error of clipping")
+                axes[name].plot(steps, [p["clipped"] for p in curve], "--", color="tab:red", label="clipped mean")
                 axes[name].set_xlabel("step")
                 axes[name].legend(frameon=False, fontsize=7)
     axes[names[0]].set_ylabel("norm")

@@ -24,9 +24,7 @@ class Results(Shown):
         found = self.at(figure, row.label, row.epsilon)
         return [cell for cell in found if cell["judged_by"] == "validation"]
 
-    def compared(
-        self, figure: str, first: Row, second: Row, epsilon: float | None = None
-    ) -> Comparison | None:
+    def compared(self, figure: str, first: Row, second: Row, epsilon: float | None = None) -> Comparison | None:
         """Two rows on the seeds that both have."""
         one, two = (
             {int(cell["seed"]): float(cell["accuracy"]) for cell in self.tested(figure, row, epsilon)}

@@ -74,9 +74,7 @@ def space(row: Row) -> dict[str, Dimension]:
 def trial(row: Row, chosen: dict[str, Any]) -> Trial:
     """The setting of a row."""
     first = "orthogonal" if row.data in IMAGES else "usual"
-    return Trial(
-        row.data, row.method, row.norm, row.epsilon, first_weights=first, network=row.network, **chosen
-    )
+    return Trial(row.data, row.method, row.norm, row.epsilon, first_weights=first, network=row.network, **chosen)
 
 
 def effort_of(row: Row, quick: bool) -> Effort:

@@ -57,9 +57,7 @@ def names() -> list[str]:
     return [*data.tables.names(), *IMAGES, DIGITS]
 
 
-def records(
-    name: str, folder: Folder, device: torch.device, *, judged_by: str = "validation", cut: int = 0
-) -> Records:
+def records(name: str, folder: Folder, device: torch.device, *, judged_by: str = "validation", cut: int = 0) -> Records:
     """A data set with its test part, or with a validation part that is a fifth of the training records.
 
     Args:
@@ -80,9 +78,7 @@ def records(
 def _whole(name: str, folder: str | None, device: str) -> Records:
     if name in IMAGES:
         centre, input_norm, model = IMAGES[name]
-        train, test = (
-            data.placed(_centred(data.images(name, t, folder), centre), device) for t in (True, False)
-        )
+        train, test = (data.placed(_centred(data.images(name, t, folder), centre), device) for t in (True, False))
         return Records(train, test, model, 10, input_norm, IMAGE_DELTA)
     if name == DIGITS:
         train, test = (data.placed(_flat(data.digits(t)), device) for t in (True, False))

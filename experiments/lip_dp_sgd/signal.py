@@ -64,9 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=3000)
     asked = parser.parse_args(arguments)
     x, y = (t[: asked.records] for t in data.images("fashion_mnist", True, asked.data).tensors)
-    print(
-        "| network | first weights | weight clipping | with tight bounds | DP-SGD |\n|---|---|---:|---:|---:|"
-    )
+    print("| network | first weights | weight clipping | with tight bounds | DP-SGD |\n|---|---|---:|---:|---:|")
     for name in NETWORKS:
         for is_orthogonal in (False, True):
             model = network(name, is_orthogonal)

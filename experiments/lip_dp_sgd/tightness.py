@@ -65,10 +65,7 @@ NETWORKS = {
     "convnet, no biases": lambda: convnet(bias=False),
     "convnet + group norm": lambda: convnet(normalized=True),
     **{name: partial(paper, name) for name in ("convnet3", "convnet6", "shallow_vgg")},
-    **{
-        f"{name} + group norm": partial(paper, name, "bounded")
-        for name in ("convnet3", "convnet6", "shallow_vgg")
-    },
+    **{f"{name} + group norm": partial(paper, name, "bounded") for name in ("convnet3", "convnet6", "shallow_vgg")},
     **{
         f"{name}, orthogonal{words}": partial(as_run, name, norm)
         for name in ("convnet3", "patch_convnet6", "patch_vgg")
@@ -85,16 +82,12 @@ def rows(
     for name, found in tightness(model, loss, x, y, effort=effort).items():
         best, example = found.largest, x[found.example].unsqueeze(0)
         for _ in range(ascent):
-            example, norm = _uphill(
-                model, loss, model.get_parameter(name), example, y[found.example].unsqueeze(0)
-            )
+            example, norm = _uphill(model, loss, model.get_parameter(name), example, y[found.example].unsqueeze(0))
             best = max(best, norm)
         yield name, found.bound, best
 
 
-def _uphill(
-    model: nn.Module, loss: BoundedLoss, p: nn.Parameter, x: Tensor, y: Tensor
-) -> tuple[Tensor, float]:
+def _uphill(model: nn.Module, loss: BoundedLoss, p: nn.Parameter, x: Tensor, y: Tensor) -> tuple[Tensor, float]:
     x = x.detach().requires_grad_()
     (g,) = torch.autograd.grad(loss(model(x), y).sum(), p, create_graph=True)
     norm = g.norm()
@@ -136,14 +129,7 @@ def _untrained(seed: int) -> Iterator[Case]:
 
 def _trained(seed: int) -> Iterator[Case]:
     trial = Trial(
-        "digits",
-        "lip",
-        epsilon=3.0,
-        batch_size=256,
-        epochs=20,
-        max_norm=2.0,
-        temperature=0.5,
-        learning_rate=1e-2,
+        "digits", "lip", epsilon=3.0, batch_size=256, epochs=20, max_norm=2.0, temperature=0.5, learning_rate=1e-2
     )
     at_hand = records(trial.data, None, torch.device("cpu"))
     model = training.begun(trial, at_hand, seed).all_steps().model

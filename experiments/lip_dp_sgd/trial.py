@@ -10,12 +10,7 @@ from experiments.harness.setting import Keyed
 
 METHODS = ("dp-sgd", "lip", "fix-lip", "plain")
 FIRST_WEIGHTS = ("usual", "orthogonal")
-TITLES = {
-    "dp-sgd": "DP-SGD",
-    "lip": "Lip-DP-SGD",
-    "fix-lip": "Fix-Lip-DP-SGD",
-    "plain": "without privacy",
-}
+TITLES = {"dp-sgd": "DP-SGD", "lip": "Lip-DP-SGD", "fix-lip": "Fix-Lip-DP-SGD", "plain": "without privacy"}
 
 
 def require_bounded(method: str, norm: str) -> None:

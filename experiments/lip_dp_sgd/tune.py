@@ -70,15 +70,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = parser_of("python -m experiments lip-dp-sgd/tune", __doc__)
     parser.add_argument("name", help=f"a data set: {', '.join(names())}")
     parser.add_argument("--method", default="dp-sgd", help="dp-sgd, lip or fix-lip")
-    parser.add_argument(
-        "--norm", default="none", help="none, group, or bounded: group norm with a lower limit"
-    )
+    parser.add_argument("--norm", default="none", help="none, group, or bounded: group norm with a lower limit")
     parser.add_argument("--data", type=Path, help="folder of data sets; if left out, CLIPWISE_DATA names it")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--trials", type=int, help="finished runs that the study shall have; 30 if left out")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the search and of first weights, not of noise"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the search and of first weights, not of noise")
     parser.add_argument("--accounted", action="store_true", help="account for the privacy of the search")
     parser.add_argument("--epsilon", type=float, help="with --accounted: of the whole search; 3 if left out")
     parser.add_argument("--mean-runs", type=float, help="with --accounted: runs on average; 10 if left out")

@@ -78,8 +78,7 @@ def image_verdicts(results: Results) -> list[str]:
         for name in IMAGES:
             for epsilon in EPSILONS:
                 lip, dp = (
-                    mean_of(results.tested("1", Row(name, norm, m, TUNED_AT), epsilon))
-                    for m in ("lip", "dp-sgd")
+                    mean_of(results.tested("1", Row(name, norm, m, TUNED_AT), epsilon)) for m in ("lip", "dp-sgd")
                 )
                 if lip is not None and dp is not None:
                     (better if lip >= dp else worse).append(f"{name} at {epsilon:g}")
@@ -95,8 +94,7 @@ def image_verdicts(results: Results) -> list[str]:
         for name in IMAGES:
             for epsilon in EPSILONS:
                 with_norm, without = (
-                    mean_of(results.tested("1", Row(name, n, method, TUNED_AT), epsilon))
-                    for n in ("bounded", "none")
+                    mean_of(results.tested("1", Row(name, n, method, TUNED_AT), epsilon)) for n in ("bounded", "none")
                 )
                 if with_norm is not None and without is not None:
                     gains.append(with_norm - without)

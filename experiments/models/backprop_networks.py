@@ -15,12 +15,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 
 
 def backprop_mnist(
-    classes: int = 10,
-    *,
-    padding: bool = False,
-    bias: bool = False,
-    activation: str = "relu",
-    norm: str = "none",
+    classes: int = 10, *, padding: bool = False, bias: bool = False, activation: str = "relu", norm: str = "none"
 ) -> nn.Sequential:
     """For grey images of 28 x 28: 18,752 weights as printed; 26,010 parameters with padding and bias.
 
@@ -71,9 +66,7 @@ def backprop_cifar10(
     if pool_stride not in (1, 2):
         raise ConfigurationError(f"pool_stride={pool_stride!r} is not possible: use 1 or 2.")
     if pool_stride == 2 and not padding:
-        raise ConfigurationError(
-            "pool_stride=2 leaves no pixel to the last convolution: give padding=True too."
-        )
+        raise ConfigurationError("pool_stride=2 leaves no pixel to the last convolution: give padding=True too.")
     act = _activation(activation)
     layers: list[nn.Module] = []
     channels, side = 3, 32

@@ -85,12 +85,7 @@ def tutorial_cnn(
 
 
 def vgg16(
-    classes: int = 10,
-    *,
-    norm: str = "batch",
-    placement: str = "hidden",
-    image_channels: int = 3,
-    width: int = 64,
+    classes: int = 10, *, norm: str = "batch", placement: str = "hidden", image_channels: int = 3, width: int = 64
 ) -> nn.Sequential:
     """VGG-16 (Simonyan and Zisserman 2014) for images of 32 x 32: 13 convolutions, then 512, 512 and the classes.
 
@@ -103,12 +98,7 @@ def vgg16(
 
 
 def light_vgg(
-    classes: int = 10,
-    *,
-    norm: str = "batch",
-    placement: str = "every",
-    image_channels: int = 3,
-    width: int = 64,
+    classes: int = 10, *, norm: str = "batch", placement: str = "every", image_channels: int = 3, width: int = 64
 ) -> nn.Sequential:
     """Two convolutions of 64, two of 128 and four of 256 channels with pools between, then 512 and the classes.
 
@@ -137,12 +127,7 @@ class Residual(nn.Module):
 
 
 def resnet18(
-    classes: int = 10,
-    *,
-    norm: str = "batch",
-    placement: str = "hidden",
-    image_channels: int = 3,
-    width: int = 64,
+    classes: int = 10, *, norm: str = "batch", placement: str = "hidden", image_channels: int = 3, width: int = 64
 ) -> nn.Sequential:
     """ResNet-18 (He et al. 2016) with a stem of 3 x 3 and without the first pool, as is usual for CIFAR.
 

@@ -39,12 +39,7 @@ def no_norm(channels: int) -> nn.Module:
 
 
 # "batch" mixes the examples of a batch: only a strategy that allows it, such as `Batch`, can train such a model.
-NORMS: dict[str, Norm] = {
-    "batch": nn.BatchNorm2d,
-    "group": group_norm,
-    "layer": layer_norm,
-    "none": no_norm,
-}
+NORMS: dict[str, Norm] = {"batch": nn.BatchNorm2d, "group": group_norm, "layer": layer_norm, "none": no_norm}
 _WITHOUT_POSITIONS: dict[str, Norm] = {"batch": nn.BatchNorm1d, "group": unit_group_norm}
 
 

@@ -50,12 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     x, y = data.images("mnist", True, given.data).tensors
     x = x.float().flatten(1) / float(x.max())
     seeds = range(given.seeds)
-    result: dict[str, Any] = {
-        "torch": torch.__version__,
-        "steps": given.steps,
-        "by_mini_set": [],
-        "by_example": [],
-    }
+    result: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps, "by_mini_set": [], "by_example": []}
     given.out.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *(("by_mini_set", partial(by_mini_set, x, y, *row, seeds, given.steps)) for row in BY_MINI_SET[:1]),
@@ -128,20 +123,12 @@ def by_example(x: Tensor, y: Tensor, norm: str, seeds: range, steps: int) -> dic
 
 
 def train(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    steps: int,
-    optimizer: torch.optim.Optimizer,
-    clipping: Any,
-    z: float,
+    model: nn.Module, x: Tensor, y: Tensor, steps: int, optimizer: torch.optim.Optimizer, clipping: Any, z: float
 ) -> Private:
     """`steps` private steps on all images except the public and the held-out ones."""
     rows = slice(0, len(x) - HELD_OUT - PUBLIC)
     dataset = TensorDataset(x[rows], y[rows])
-    private = make_private(
-        model, optimizer, dataset, clipping=clipping, batch_size=BATCH_SIZE, noise_multiplier=z
-    )
+    private = make_private(model, optimizer, dataset, clipping=clipping, batch_size=BATCH_SIZE, noise_multiplier=z)
     while private.steps < steps:
         for images, labels in private.loader.pieces():
             losses = F.cross_entropy(model(images), labels, reduction="none") if len(images) else None

@@ -32,9 +32,7 @@ CLAIMS: dict[str, Claims] = {
         ("LeNet-5", "batch norm"): _over(_NOISES, "99.20", "99.21", "99.18", "99.24", "99.25"),
     },
     "3": {
-        ("ResNet-18", "batch norm, hidden layers"): _over(
-            _NOISES, "93.50", "89.05", "89.41", "86.76", "87.83"
-        ),
+        ("ResNet-18", "batch norm, hidden layers"): _over(_NOISES, "93.50", "89.05", "89.41", "86.76", "87.83"),
         ("ResNet-18", _LAST_REMOVED): _over(_NOISES, "93.60", "88.65", "88.16", "85.46", "83.95"),
         ("ResNet-18", "batch norm"): _over(_NOISES, "93.55", "93.59", "93.46", "92.72", "92.10"),
         ("VGG-16", "batch norm, hidden layers"): _over(_NOISES, "91.21", "88.89", "84.59", "63.12", _FAILS),

@@ -40,9 +40,7 @@ def _survival(table: Table, found: Results, family: str, method: str) -> str:
         if gain is not None:
             claim = claimed_gain(table, family, method, value)
             beside = "" if claim is None else f", paper {claim:+.2f}"
-            by_verdict.setdefault(verdict(gain, claim), []).append(
-                f"epsilon {value:g} ({gain.signed()}{beside})"
-            )
+            by_verdict.setdefault(verdict(gain, claim), []).append(f"epsilon {value:g} ({gain.signed()}{beside})")
     words = (f"{word} at {', '.join(places)}" for word, places in by_verdict.items())
     return f"{family}, {method} against no norm: " + "; ".join(words) + "." if by_verdict else ""
 

@@ -49,13 +49,9 @@ def _plain(setting: Setting, seed: int, channels: int, classes: int) -> nn.Modul
     return models.build(setting.model, **options)
 
 
-def _pretrained(
-    setting: Setting, seed: int, channels: int, classes: int, public: TensorDataset
-) -> dict[str, Tensor]:
+def _pretrained(setting: Setting, seed: int, channels: int, classes: int, public: TensorDataset) -> dict[str, Tensor]:
     """Weights trained on public labelled images, and untrained linear layers."""
-    plain = Setting(
-        model=setting.model, norm=setting.built_norm, placement=setting.placement, width=setting.width
-    )
+    plain = Setting(model=setting.model, norm=setting.built_norm, placement=setting.placement, width=setting.width)
     return _trained_openly(plain, seed, channels, classes, public)
 
 
@@ -75,9 +71,7 @@ def _trained_openly(
                 optimizer.step()
     kept = model.state_dict()
     fresh = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return {
-        name: first[name] if name.rpartition(".")[0] in fresh else tensor for name, tensor in kept.items()
-    }
+    return {name: first[name] if name.rpartition(".")[0] in fresh else tensor for name, tensor in kept.items()}
 
 
 def _only_linear(model: nn.Module) -> None:

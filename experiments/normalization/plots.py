@@ -24,9 +24,7 @@ def plot_all(store: Store, is_quick: bool, folder: Path) -> list[Path]:
     for table in tables_of(is_quick):
         found = results(table, store)
         for family in table.families:
-            lines = list(
-                _by_epoch(table, store, family) if table.over == "noise" else _lines(table, found, family)
-            )
+            lines = list(_by_epoch(table, store, family) if table.over == "noise" else _lines(table, found, family))
             if lines:
                 file = folder / f"table-{table.name}-{_plain(family)}.svg"
                 _picture(table, family, lines, file)

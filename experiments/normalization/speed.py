@@ -44,10 +44,7 @@ def lines(table: Table, store: Store) -> Iterator[str]:
         for trial, found in zip(table.trials, by_trial, strict=True):
             name = f"{family}, {FIGURE_1[table.name]}, rate {trial['learning_rate']:g}"
             epochs = {value: epochs_to(target, accuracies) for value, accuracies in found.items()}
-            words = (
-                str(epochs[v] or f"not in {len(found[v])}") if v in epochs else "not run"
-                for v in table.values
-            )
+            words = (str(epochs[v] or f"not in {len(found[v])}") if v in epochs else "not run" for v in table.values)
             yield f"| {name} | " + " | ".join(words) + " |"
             remarks += _slower(name, epochs)
     yield from ["", *remarks] if remarks else []

@@ -49,11 +49,7 @@ class Table:
         return [setting.but(**trial) for trial in self.trials]
 
 
-_NORMS = {
-    "no norm": {"norm": "none"},
-    "layer norm": {"norm": "layer"},
-    "group norm": {"norm": "group"},
-}
+_NORMS = {"no norm": {"norm": "none"}, "layer norm": {"norm": "layer"}, "group norm": {"norm": "group"}}
 _NOISY = _NORMS | {"batch norm": {"norm": "batch"}}
 _SOUND = _NORMS | {
     "group norm, hidden layers": {"norm": "group", "placement": "hidden"},
@@ -117,9 +113,7 @@ TABLES: tuple[Table, ...] = (
         "Private training on AG News, 128 texts of IMDB as public rows",
         over="epsilon",
         values=(7.0, 1.0, 0.1),
-        families={
-            "BiLSTM": Setting(data="ag_news", model="bilstm", trains_words=False, batch_size=512, epochs=15)
-        },
+        families={"BiLSTM": Setting(data="ag_news", model="bilstm", trains_words=False, batch_size=512, epochs=15)},
         methods={name: _SOUND[name] for name in ("no norm", "layer norm", "group norm", "public-exact")},
         trials=({"learning_rate": 1.0}, {"learning_rate": 4.0}),
         seeds=2,
@@ -136,8 +130,7 @@ TABLES: tuple[Table, ...] = (
         methods={name: _NOISY[name] for name in ("no norm", "layer norm", "batch norm")},
         trials=({"learning_rate": 2e-3},),
         seeds=2,
-        shortened="10,000 of 120,000 texts, 15 of 25 epochs, one learning rate, 2 seeds; "
-        "columns not run: group norm",
+        shortened="10,000 of 120,000 texts, 15 of 25 epochs, one learning rate, 2 seeds; columns not run: group norm",
         claims=CLAIMS["4"],
     ),
     Table(
@@ -148,7 +141,7 @@ TABLES: tuple[Table, ...] = (
         families={
             "TF-tutorial, pretrained": Setting(
                 data="cifar10", model="tutorial_cnn", pretrained=True, batch_size=1024, epochs=8
-            ),
+            )
         },
         methods={name: _SOUND[name] for name in _SOUND if name != "group norm, hidden layers"},
         trials=({"learning_rate": 0.5}, {"learning_rate": 1.5}),

@@ -44,9 +44,7 @@ def train_task(task: Task, options: Options, deadline: Deadline, unfinished: Pat
 
 
 @lru_cache(maxsize=2)
-def _sets(
-    name: str, side: int, data: Path | None, device: torch.device, judged_by: str, is_private: bool
-) -> Sets:
+def _sets(name: str, side: int, data: Path | None, device: torch.device, judged_by: str, is_private: bool) -> Sets:
     return load(name, side, data, device, judged_by=judged_by, trains_on_all=is_private)
 
 

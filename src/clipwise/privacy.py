@@ -154,9 +154,7 @@ class Event:
     def to_dict(self) -> dict[str, Any]:
         """The event in JSON types; an excess of 0 is omitted."""
         return {
-            key: str(v) if isinstance(v, Enum) else v
-            for key, v in asdict(self).items()
-            if key != "excess" or v > 0
+            key: str(v) if isinstance(v, Enum) else v for key, v in asdict(self).items() if key != "excess" or v > 0
         }
 
     @classmethod
@@ -243,10 +241,7 @@ def split_noise(
     if split == "optimal":
         roots = [math.sqrt(max(d, 1)) for d in dimensions]
         total = sum(s * root for s, root in zip(sensitivities, roots, strict=True))
-        return [
-            noise_multiplier * math.sqrt(s / root * total)
-            for s, root in zip(sensitivities, roots, strict=True)
-        ]
+        return [noise_multiplier * math.sqrt(s / root * total) for s, root in zip(sensitivities, roots, strict=True)]
     raise ConfigurationError(f"split={split!r} is not known: use 'equal' or 'optimal'.")
 
 

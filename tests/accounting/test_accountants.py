@@ -32,9 +32,7 @@ def test_a_composition_can_be_passed_directly(entry: Make) -> None:
 
 @pytest.mark.parametrize("accountant", ["gdp", "zcdp"])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
-def test_amplified_steps_are_refused_where_there_is_no_bound(
-    entry: Make, accountant: str, sampling: str
-) -> None:
+def test_amplified_steps_are_refused_where_there_is_no_bound(entry: Make, accountant: str, sampling: str) -> None:
     for ask in (accountants.epsilon_of, accountants.delta_of):
         with pytest.raises(UnsupportedEventError, match=f"accountant='{accountant}'.*'pld'"):
             ask([entry(sampling, 0.1, 1.0, 3)], 0.1, accountant)
@@ -64,9 +62,7 @@ def test_an_accountant_that_is_not_a_string_is_refused(accountant: Any) -> None:
 
 def test_add_remove_costs_what_zero_out_costs(entry: Make) -> None:
     for sampling in ("poisson", "truncated-poisson"):
-        both = [
-            entry(sampling, 0.02, 0.9, 300, adjacency=a) for a in (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE)
-        ]
+        both = [entry(sampling, 0.02, 0.9, 300, adjacency=a) for a in (Adjacency.ZERO_OUT, Adjacency.ADD_REMOVE)]
         costs = {accountants.epsilon_of([one], 1e-5, accountant) for one in both for accountant in ("pld",)}
         assert len(costs) == 1
         with pytest.raises(UnsupportedEventError, match="mixes"):

@@ -16,13 +16,7 @@ from clipwise.privacy import Entry
 Make = Callable[..., Entry]
 DELTA = 1e-5
 # (sampling rate, noise multiplier, steps): the figure must be fast and tight for these.
-SETTINGS = [
-    (0.01, 1.0, 1000),
-    (0.004, 1.1, 15000),
-    (0.1, 4.0, 500),
-    (1e-4, 0.7, 200_000),
-    (0.01, 0.5, 1000),
-]
+SETTINGS = [(0.01, 1.0, 1000), (0.004, 1.1, 15000), (0.1, 4.0, 500), (1e-4, 0.7, 200_000), (0.01, 0.5, 1000)]
 
 
 @pytest.mark.parametrize(("rate", "z", "steps"), SETTINGS)

@@ -37,9 +37,7 @@ def test_any_unknown_can_be_computed() -> None:
     assert accounting.epsilon(sample_rate=rate, steps=1000, **run) <= 2.0
     assert accounting.epsilon(sample_rate=1.002 * rate, steps=1000, **run) > 2.0
     rate = accounting.sample_rate(epsilon=2.0, epochs=10, sampling="fixed-size", **run)
-    assert (
-        accounting.epsilon(sample_rate=rate, steps=math.ceil(10 / rate), sampling="fixed-size", **run) <= 2.0
-    )
+    assert accounting.epsilon(sample_rate=rate, steps=math.ceil(10 / rate), sampling="fixed-size", **run) <= 2.0
     with pytest.raises(ConfigurationError, match=r"^sampling='full'.*'poisson', 'fixed-size', 'partition'"):
         accounting.sample_rate(epsilon=2.0, steps=10, sampling="full", **run)
 
@@ -47,9 +45,7 @@ def test_any_unknown_can_be_computed() -> None:
 def test_accountants_and_histories(entry: Make) -> None:
     history = [entry("poisson", 0.01, 1.0, 400), entry("poisson", 0.01, 1.0, 600)]
     for accountant in ("pld", "rdp"):
-        assert accounting.epsilon_of(history, 1e-5, accountant) == accounting.epsilon(
-            **ORDINARY, accountant=accountant
-        )
+        assert accounting.epsilon_of(history, 1e-5, accountant) == accounting.epsilon(**ORDINARY, accountant=accountant)
     assert accounting.epsilon(**ORDINARY, accountant="rdp") > accounting.epsilon(**ORDINARY)
     assert accounting.delta_of(history, 2.0, "rdp") > accounting.delta_of(history, 2.0) > 0
     assert accounting.steps_within(history, history[0].event, 1.9, 1e-5, 10**4) > 0
@@ -120,9 +116,7 @@ def test_a_schedule_is_the_history_of_its_steps(entry: Make) -> None:
         expected = accounting.epsilon_of(by_hand, 1e-5, accountant)
         for given in (schedule, tuple(schedule), np.array(schedule)):
             assert accounting.epsilon(noise_multiplier=given, **run, accountant=accountant) == expected
-    assert accounting.epsilon(noise_multiplier=schedule, steps=200, **run) == accounting.epsilon_of(
-        by_hand, 1e-5
-    )
+    assert accounting.epsilon(noise_multiplier=schedule, steps=200, **run) == accounting.epsilon_of(by_hand, 1e-5)
     assert accounting.delta(noise_multiplier=schedule, sample_rate=0.01, epsilon=1.0) == accounting.delta_of(
         by_hand, 1.0
     )
@@ -134,9 +128,7 @@ def test_a_schedule_is_the_history_of_its_steps(entry: Make) -> None:
 def test_a_long_schedule_is_rounded_to_less_noise_and_hardly_costs_more() -> None:
     schedule = np.random.default_rng(0).uniform(0.7, 6.0, 200_000)
     entries = from_arguments.history(schedule, sample_rate=0.001)
-    assert (
-        len(entries) <= from_arguments.MOST_MULTIPLIERS and sum(entry.count for entry in entries) == 200_000
-    )
+    assert len(entries) <= from_arguments.MOST_MULTIPLIERS and sum(entry.count for entry in entries) == 200_000
     rounded = np.repeat([e.event.noise_multiplier for e in entries], [e.count for e in entries])
     assert (rounded <= np.sort(schedule)).all()
     assert (rounded >= np.sort(schedule) * (1 - 1e-3)).all()
@@ -159,9 +151,7 @@ def test_a_schedule_holds_multipliers(schedule: Any) -> None:
 
 
 def test_a_schedule_is_as_long_as_the_run() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"^steps must be left out or 3, the length of noise_multiplier"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^steps must be left out or 3, the length of noise_multiplier"):
         accounting.epsilon(noise_multiplier=[1.0, 2.0, 3.0], steps=4, sample_rate=0.1, delta=1e-5)
     with pytest.raises(ConfigurationError, match=r"^steps must be"):
         accounting.epsilon(noise_multiplier=1.0, sample_rate=0.1, delta=1e-5)
@@ -173,17 +163,13 @@ def test_truncated_poisson_needs_the_number_of_units() -> None:
         accounting.epsilon(**cut)
     free = accounting.epsilon(**cut, dataset_size=10_000)
     assert free == pytest.approx(accounting.epsilon(**ORDINARY), rel=1e-5)
-    assert accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=10_000) == accounting.epsilon(
-        **ORDINARY
-    )
+    assert accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=10_000) == accounting.epsilon(**ORDINARY)
     some = accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=170)
     assert free < some < math.inf
     assert accounting.epsilon(**cut, dataset_size=10_000, max_batch_size=100) == math.inf
     kept = {key: value for key, value in cut.items() if key != "noise_multiplier"}
     z = accounting.noise_multiplier(epsilon=2.0, **kept, dataset_size=10_000, max_batch_size=170)
-    assert (
-        accounting.epsilon(**{**cut, "noise_multiplier": z}, dataset_size=10_000, max_batch_size=170) <= 2.0
-    )
+    assert accounting.epsilon(**{**cut, "noise_multiplier": z}, dataset_size=10_000, max_batch_size=170) <= 2.0
     with pytest.raises(ConfigurationError, match=r"^max_batch_size is too small"):
         accounting.noise_multiplier(epsilon=2.0, **kept, dataset_size=10_000, max_batch_size=110)
 

@@ -198,7 +198,6 @@ def test_extreme_budgets_and_runs_give_a_value_or_an_error() -> None:
     with pytest.raises(ConfigurationError, match="too small for any sample_rate"):
         accounting.sample_rate(epsilon=3, delta=1e-5, noise_multiplier=1, epochs=1e308)
     assert (
-        accounting.steps(epsilon=3, delta=1e-5, sample_rate=0.01, noise_multiplier=1e308)
-        == from_arguments.MOST_STEPS
+        accounting.steps(epsilon=3, delta=1e-5, sample_rate=0.01, noise_multiplier=1e308) == from_arguments.MOST_STEPS
     )
     assert accounting.sample_rate(epsilon=3, delta=1e-5, noise_multiplier=1e300, epochs=1e8) == 1

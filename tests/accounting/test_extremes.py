@@ -30,9 +30,7 @@ def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
     log_uniform(0, 9).map(int),
     log_uniform(-30, -0.5),
 )
-def test_any_input_has_a_bound(
-    entry: Make, sampling: str, rate: float, z: float, steps: int, delta: float
-) -> None:
+def test_any_input_has_a_bound(entry: Make, sampling: str, rate: float, z: float, steps: int, delta: float) -> None:
     history = [entry(sampling, min(rate, 1.0), z, steps)]
     start = time.process_time()
     epsilon = accountants.epsilon_of(history, delta)
@@ -85,12 +83,7 @@ def test_the_closed_form_has_no_holes(mu: float, delta: float, epsilon: float) -
 def test_mixtures_of_extremes(entry: Make, seed: int) -> None:
     rng = np.random.default_rng(seed)
     history = [
-        entry(
-            "poisson",
-            float(10 ** rng.uniform(-9, 0)),
-            float(10 ** rng.uniform(-2, 3)),
-            int(10 ** rng.uniform(0, 7)),
-        )
+        entry("poisson", float(10 ** rng.uniform(-9, 0)), float(10 ** rng.uniform(-2, 3)), int(10 ** rng.uniform(0, 7)))
         for _ in range(4)
     ]
     delta = float(10 ** rng.uniform(-20, -1))

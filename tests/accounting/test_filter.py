@@ -26,10 +26,7 @@ def epsilon_at(order: float, history: list[Entry]) -> float:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.floats(0.5, 8),
-    st.lists(st.tuples(st.sampled_from([0.7, 1.0, 1.5, 3.0]), st.integers(1, 300)), max_size=40),
-)
+@given(st.floats(0.5, 8), st.lists(st.tuples(st.sampled_from([0.7, 1.0, 1.5, 3.0]), st.integers(1, 300)), max_size=40))
 def test_no_schedule_exceeds_the_budget(entry: Make, epsilon: float, wishes: list[tuple[float, int]]) -> None:
     base = entry("poisson", 0.02, 1.0, 400)
     budget = Filter(epsilon, DELTA, plan=[base])

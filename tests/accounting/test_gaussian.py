@@ -60,9 +60,7 @@ def test_epsilon_is_the_smallest_and_rounded_up(mu: float, delta: float) -> None
         assert gaussian.largest_mu(epsilon, delta) == pytest.approx(mu, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("mu", "epsilon"), [(0.0, 0.0), (1.0, 4.3771780957), (1e200, math.inf), (math.inf, math.inf)]
-)
+@pytest.mark.parametrize(("mu", "epsilon"), [(0.0, 0.0), (1.0, 4.3771780957), (1e200, math.inf), (math.inf, math.inf)])
 def test_known_values(mu: float, epsilon: float) -> None:
     assert gaussian.epsilon(1e-5, mu) == pytest.approx(epsilon, rel=1e-9)
 

@@ -19,9 +19,7 @@ PAIR = Losses(0.5, -1, np.array([0.3, 0.1, 0.4, 0.15]), 0.05)
 @given(st.floats(0, 3), st.floats(0.051, 0.9))
 def test_delta_and_epsilon_by_the_definition(epsilon: float, delta: float) -> None:
     losses = grid(-1, 2, 0.5)
-    by_hand = PAIR.lost + sum(
-        m * max(0.0, 1 - math.exp(epsilon - x)) for m, x in zip(PAIR.masses, losses, strict=True)
-    )
+    by_hand = PAIR.lost + sum(m * max(0.0, 1 - math.exp(epsilon - x)) for m, x in zip(PAIR.masses, losses, strict=True))
     assert PAIR.delta(epsilon) == pytest.approx(by_hand, abs=1e-14)
     smallest = PAIR.epsilon(delta)
     assert PAIR.delta(smallest) <= delta + 1e-12

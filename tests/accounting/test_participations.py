@@ -53,11 +53,7 @@ def test_it_is_never_below_the_true_epsilon(
 
 
 def test_kinds_of_steps_and_sure_releases_add_up(entry: Make) -> None:
-    history = [
-        entry("poisson", 0.01, 0.02, 500),
-        entry("poisson", 0.02, 0.05, 300),
-        entry("full", 1.0, 0.5, 3),
-    ]
+    history = [entry("poisson", 0.01, 0.02, 500), entry("poisson", 0.02, 0.05, 300), entry("full", 1.0, 0.5, 3)]
     total, delta = compose(history), 1e-5
     counts = [participations.most(500, 0.01, delta / 4), participations.most(300, 0.02, delta / 4)]
     mu = math.sqrt(counts[0] / 0.02**2 + counts[1] / 0.05**2 + 3 / 0.5**2)

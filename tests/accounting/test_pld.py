@@ -33,9 +33,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("z", "rate", "steps", "poisson", "fixed"), TABLE)
 def test_known_values(entry: Make, z: float, rate: float, steps: int, poisson: float, fixed: float) -> None:
-    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(
-        poisson, rel=2e-3
-    )
+    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA) == pytest.approx(poisson, rel=2e-3)
     found = accountants.epsilon_of([entry("fixed-size", rate, z, steps)], DELTA)
     assert 0.989 * fixed <= found <= 1.001 * fixed
     assert accountants.epsilon_of([entry("partition", rate, z, steps)], DELTA) == found
@@ -54,14 +52,10 @@ def test_poisson_lies_between_an_optimistic_and_a_pessimistic_reference(
     below = reference.from_gaussian_mechanism(z, pessimistic_estimate=False, use_connect_dots=False, **grid)
     below, above = (p.self_compose(steps) for p in (below, reference.from_gaussian_mechanism(z, **grid)))
     assert below.get_epsilon_for_delta(DELTA) <= accountants.epsilon_of(history, DELTA)
-    assert accountants.epsilon_of(history, DELTA) == pytest.approx(
-        above.get_epsilon_for_delta(DELTA), rel=1e-3
-    )
+    assert accountants.epsilon_of(history, DELTA) == pytest.approx(above.get_epsilon_for_delta(DELTA), rel=1e-3)
     for epsilon in (0.0, 0.1, 1.0):
         assert below.get_delta_for_epsilon(epsilon) <= accountants.delta_of(history, epsilon)
-        assert accountants.delta_of(history, epsilon) == pytest.approx(
-            above.get_delta_for_epsilon(epsilon), rel=2e-3
-        )
+        assert accountants.delta_of(history, epsilon) == pytest.approx(above.get_delta_for_epsilon(epsilon), rel=2e-3)
 
 
 def test_each_direction_of_poisson_agrees_with_the_reference(entry: Make) -> None:
@@ -73,9 +67,7 @@ def test_each_direction_of_poisson_agrees_with_the_reference(entry: Make) -> Non
     ).self_compose(steps)
     for losses, pmf in zip(ours, (theirs._pmf_remove, theirs._pmf_add), strict=True):
         for epsilon in (0.0, 0.5, 1.0, 2.0):
-            assert losses.delta(epsilon) == pytest.approx(
-                pmf.get_delta_for_epsilon(epsilon), rel=1e-6, abs=1e-13
-            )
+            assert losses.delta(epsilon) == pytest.approx(pmf.get_delta_for_epsilon(epsilon), rel=1e-6, abs=1e-13)
 
 
 def bucketed_draw(rate: float, z: float, steps: int, interval: float, upwards: bool) -> float:
@@ -105,9 +97,7 @@ def bucketed_draw(rate: float, z: float, steps: int, interval: float, upwards: b
 
 
 @pytest.mark.parametrize(("z", "rate", "steps", "width"), [(1.0, 0.01, 1000, 0.02), (0.7, 0.05, 20, 1e-3)])
-def test_fixed_size_lies_between_roundings(
-    entry: Make, z: float, rate: float, steps: int, width: float
-) -> None:
+def test_fixed_size_lies_between_roundings(entry: Make, z: float, rate: float, steps: int, width: float) -> None:
     below, above = (bucketed_draw(rate, z, steps, 2e-5, upwards) for upwards in (False, True))
     assert above - below < width
     found = accountants.epsilon_of([entry("fixed-size", rate, z, steps)], DELTA)
@@ -128,9 +118,7 @@ def test_one_step_is_the_closed_form(entry: Make, sampling: str, z: float, rate:
 def test_a_rate_towards_one_becomes_the_gaussian(entry: Make, sampling: str) -> None:
     exact = gaussian.epsilon(DELTA, math.sqrt(10) / 1.5)
     assert accountants.epsilon_of([entry(sampling, 1.0, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-9)
-    assert accountants.epsilon_of([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(
-        exact, rel=1e-3
-    )
+    assert accountants.epsilon_of([entry(sampling, 1 - 1e-9, 1.5, 10)], DELTA) == pytest.approx(exact, rel=1e-3)
 
 
 def test_unamplified_histories_are_exact(entry: Make) -> None:
@@ -145,16 +133,10 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
     """Equal z is equal privacy without sampling; dp-accounting's PLD would take z / 2 under replace-one."""
     z = 2.0
     exact = gaussian.epsilon(DELTA, 1 / z)
-    assert accountants.epsilon_of([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(
-        exact
-    )
+    assert accountants.epsilon_of([entry("full", 1.0, z, 1, adjacency=adjacency)], DELTA) == pytest.approx(exact)
     if adjacency is Adjacency.REPLACE_ONE:
-        assert accountants.epsilon_of([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(
-            exact, rel=1e-3
-        )
-        doubled = reference.from_gaussian_mechanism(
-            2 * z, neighboring_relation=reference.NeighborRel.REPLACE_ONE
-        )
+        assert accountants.epsilon_of([entry("fixed-size", 1 - 1e-9, z, 1)], DELTA) == pytest.approx(exact, rel=1e-3)
+        doubled = reference.from_gaussian_mechanism(2 * z, neighboring_relation=reference.NeighborRel.REPLACE_ONE)
         assert doubled.get_epsilon_for_delta(DELTA) == pytest.approx(exact, rel=1e-3)
 
 
@@ -186,9 +168,7 @@ def test_mixed_replace_one_histories_compose(entry: Make) -> None:
 
 def test_entries_of_one_event_add_up(entry: Make) -> None:
     split = [entry("poisson", 0.01, 1.0, 300), entry("poisson", 0.01, 1.0, 700)]
-    assert accountants.epsilon_of(split, DELTA) == accountants.epsilon_of(
-        [entry("poisson", 0.01, 1.0, 1000)], DELTA
-    )
+    assert accountants.epsilon_of(split, DELTA) == accountants.epsilon_of([entry("poisson", 0.01, 1.0, 1000)], DELTA)
 
 
 schemes = st.sampled_from(["poisson", "fixed-size"])
@@ -212,9 +192,7 @@ def test_monotone_and_below_rdp(entry: Make, sampling: str, rate: float, z: floa
 
 
 def test_replace_one_costs_more_than_zero_out(entry: Make) -> None:
-    fixed, poisson = (
-        accountants.epsilon_of([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson")
-    )
+    fixed, poisson = (accountants.epsilon_of([entry(s, 0.01, 1.0, 500)], DELTA) for s in ("fixed-size", "poisson"))
     assert fixed > 1.05 * poisson
 
 

@@ -30,23 +30,17 @@ DELTA = 1e-5
     ],
 )
 def test_known_values(entry: Make, z: float, rate: float, steps: int, epsilon: float) -> None:
-    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA, "rdp") == pytest.approx(
-        epsilon, rel=1e-3
-    )
+    assert accountants.epsilon_of([entry("poisson", rate, z, steps)], DELTA, "rdp") == pytest.approx(epsilon, rel=1e-3)
 
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
 def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adjacency: Adjacency) -> None:
     exact = gaussian.epsilon(DELTA, 1 / 2.0)
     assert (
-        exact
-        <= accountants.epsilon_of([entry("full", 1.0, 2.0, 1, adjacency=adjacency)], DELTA, "rdp")
-        <= 1.15 * exact
+        exact <= accountants.epsilon_of([entry("full", 1.0, 2.0, 1, adjacency=adjacency)], DELTA, "rdp") <= 1.15 * exact
     )
     if adjacency is Adjacency.REPLACE_ONE:
-        assert (
-            exact <= accountants.epsilon_of([entry("fixed-size", 1.0, 2.0, 1)], DELTA, "rdp") <= 1.15 * exact
-        )
+        assert exact <= accountants.epsilon_of([entry("fixed-size", 1.0, 2.0, 1)], DELTA, "rdp") <= 1.15 * exact
 
 
 def test_fixed_size_divergence_of_order_two_pins_the_unit() -> None:
@@ -80,9 +74,9 @@ def test_shuffled_passes_are_counted(entry: Make) -> None:
 
 def test_delta_inverts_epsilon(entry: Make) -> None:
     history = [entry("poisson", 0.02, 1.2, 700)]
-    assert accountants.delta_of(
-        history, accountants.epsilon_of(history, DELTA, "rdp"), "rdp"
-    ) == pytest.approx(DELTA, rel=1e-6)
+    assert accountants.delta_of(history, accountants.epsilon_of(history, DELTA, "rdp"), "rdp") == pytest.approx(
+        DELTA, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("amplification", list(Amplification))
@@ -96,10 +90,7 @@ def test_rounding_makes_no_step_cheaper(amplification: Amplification, rate: floa
 def test_no_noise_and_no_history(entry: Make) -> None:
     assert accountants.epsilon_of([], DELTA, "rdp") == 0 and accountants.delta_of([], 0.0, "rdp") == 0
     silent = [entry("poisson", 0.1, 0.0, 1)]
-    assert (
-        accountants.epsilon_of(silent, DELTA, "rdp") == math.inf
-        and accountants.delta_of(silent, 100.0, "rdp") == 1
-    )
+    assert accountants.epsilon_of(silent, DELTA, "rdp") == math.inf and accountants.delta_of(silent, 100.0, "rdp") == 1
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])

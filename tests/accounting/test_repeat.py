@@ -138,9 +138,7 @@ def test_it_agrees_with_dp_accounting() -> None:
     import dp_accounting as dp
     from dp_accounting import dp_event
 
-    run = dp.SelfComposedDpEvent(
-        dp.PoissonSampledDpEvent(RUN["sample_rate"], dp.GaussianDpEvent(1.1)), RUN["steps"]
-    )
+    run = dp.SelfComposedDpEvent(dp.PoissonSampledDpEvent(RUN["sample_rate"], dp.GaussianDpEvent(1.1)), RUN["steps"])
     for shape in (0.0, 1.0, 3.0):
         accountant = dp.rdp.RdpAccountant(rdp.ORDERS)
         accountant.compose(dp_event.RepeatAndSelectDpEvent(run, mean=20.0, shape=shape))

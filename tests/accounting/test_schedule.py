@@ -18,8 +18,7 @@ DELTA = 1e-5
 
 def composition(rates: np.ndarray, noises: np.ndarray, counts: np.ndarray) -> Composition:
     steps = tuple(
-        (Step(Amplification.COIN, float(q), float(z)), int(n))
-        for q, z, n in zip(rates, noises, counts, strict=True)
+        (Step(Amplification.COIN, float(q), float(z)), int(n)) for q, z, n in zip(rates, noises, counts, strict=True)
     )
     return Composition(0.0, steps, float(np.sqrt((counts / noises**2).sum())))
 
@@ -33,10 +32,7 @@ def test_every_step_becomes_a_worse_one(seed: int, size: int, many_rates: bool, 
     total = composition(rates, np.exp(rng.uniform(-1, 3, size)), rng.integers(1, 10**6, size))
     few = with_few_kinds(total, most)
     assert len(few.steps) <= max(most, len(total.steps) if len(total.steps) <= most else most)
-    assert (
-        sum(n for _, n in few.steps) == sum(n for _, n in total.steps)
-        and few.unamplified_mu == total.unamplified_mu
-    )
+    assert sum(n for _, n in few.steps) == sum(n for _, n in total.steps) and few.unamplified_mu == total.unamplified_mu
     for threshold in {step.z for step, _ in few.steps}:
         noisier = sum(n for step, n in total.steps if step.z < threshold)
         assert sum(n for step, n in few.steps if step.z < threshold) >= noisier
@@ -51,11 +47,7 @@ def test_few_kinds_are_unchanged() -> None:
 
 
 def test_both_amplifications_keep_their_kind() -> None:
-    steps = [
-        (Step(kind, 0.1, 1 + 0.01 * i), 1)
-        for i in range(50)
-        for kind in (Amplification.COIN, Amplification.DRAW)
-    ]
+    steps = [(Step(kind, 0.1, 1 + 0.01 * i), 1) for i in range(50) for kind in (Amplification.COIN, Amplification.DRAW)]
     few = with_few_kinds(Composition(0.0, tuple(steps), 10.0), 20)
     for kind in Amplification:
         assert sum(n for step, n in few.steps if step.amplification is kind) == 50
@@ -65,9 +57,7 @@ def test_rounding_costs_less_than_a_percent(monkeypatch: pytest.MonkeyPatch) -> 
     total = composition(np.full(120, 0.01), np.linspace(3.0, 0.8, 120), np.full(120, 10))
     exact = pld.epsilon(total, DELTA)
     monkeypatch.setattr(pld, "MOST_KINDS", 60)
-    assert (
-        exact <= pld.epsilon(total, DELTA) <= 1.02 * exact
-    )  # a quarter of the kinds, so four times the error
+    assert exact <= pld.epsilon(total, DELTA) <= 1.02 * exact  # a quarter of the kinds, so four times the error
 
 
 def test_a_million_different_steps_take_less_than_a_minute() -> None:

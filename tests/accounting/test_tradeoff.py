@@ -168,10 +168,7 @@ def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), min_size=1, max_size=8),
-    st.floats(0.01, 1.0),
-)
+@given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), min_size=1, max_size=8), st.floats(0.01, 1.0))
 def test_any_profile_gives_a_valid_curve(pairs: list[tuple[float, float]], rate: float) -> None:
     """Even if pairs are unsorted, repeated or redundant; each of them holds for the curve."""
     epsilons, deltas = zip(*pairs, strict=True)

@@ -16,9 +16,7 @@ from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 def exact_excess(size: int, rate: float, limit: int) -> Fraction:
     q = Fraction(rate)
-    return sum(
-        (math.comb(size, k) * q**k * (1 - q) ** (size - k) for k in range(limit + 1, size + 1)), Fraction(0)
-    )
+    return sum((math.comb(size, k) * q**k * (1 - q) ** (size - k) for k in range(limit + 1, size + 1)), Fraction(0))
 
 
 @settings(max_examples=60, deadline=None)
@@ -30,9 +28,7 @@ def test_excess_is_the_tail_of_the_binomial_from_above(size: int, rate: float, d
     assert found <= float(exact) * (1 + 2e-6) + truncation.LEAST
 
 
-@pytest.mark.parametrize(
-    ("size", "rate", "limit"), [(10**4, 1e-3, 2000), (10**9, 1e-6, 10**6), (400, 0.1, 399)]
-)
+@pytest.mark.parametrize(("size", "rate", "limit"), [(10**4, 1e-3, 2000), (10**9, 1e-6, 10**6), (400, 0.1, 399)])
 def test_an_excess_that_underflows_is_not_rounded_to_zero(size: int, rate: float, limit: int) -> None:
     assert stats.binom.logsf(limit, size, rate) < math.log(truncation.LEAST)
     assert truncation.excess(size, rate, limit) == truncation.LEAST
@@ -50,9 +46,7 @@ def test_the_default_limit_is_exceeded_with_negligible_probability(size: int, ra
 
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.05, 3), st.floats(-9, -2), st.floats(-14, -3))
-def test_epsilon_is_the_left_end_of_what_is_admissible(
-    mu: float, log_delta: float, log_excess: float
-) -> None:
+def test_epsilon_is_the_left_end_of_what_is_admissible(mu: float, log_delta: float, log_excess: float) -> None:
     delta, excess = 10**log_delta, 10**log_excess
 
     def admissible(epsilon: float) -> bool:
@@ -121,9 +115,7 @@ def test_truncation_adds_up_over_a_history(entry: Callable[..., Entry]) -> None:
         added = accountants.delta_of(cut, 2.0, accountant) - accountants.delta_of(plain, 2.0, accountant)
         assert added == pytest.approx((1 + math.exp(2)) * 1e-8, rel=1e-3)
         assert accountants.epsilon_of(cut, 1e-5, accountant) > accountants.epsilon_of(plain, 1e-5, accountant)
-        assert accountants.delta_of(
-            cut, accountants.epsilon_of(cut, 1e-5, accountant), accountant
-        ) <= 1e-5 * (1 + 1e-9)
+        assert accountants.delta_of(cut, accountants.epsilon_of(cut, 1e-5, accountant), accountant) <= 1e-5 * (1 + 1e-9)
     none = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01), 1000)]
     assert accountants.epsilon_of(none, 1e-5) == accountants.epsilon_of(plain, 1e-5)
     always = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1.0, 1, 1.0), 1)]

@@ -28,9 +28,7 @@ Z = 2.0
 def test_dp_accounting_uses_two_definitions_of_the_multiplier() -> None:
     one_sensitivity, two = gaussian.epsilon(DELTA, 1 / Z), gaussian.epsilon(DELTA, 2 / Z)
     by_distribution = {
-        relation: distributions.from_gaussian_mechanism(
-            Z, neighboring_relation=relation
-        ).get_epsilon_for_delta(DELTA)
+        relation: distributions.from_gaussian_mechanism(Z, neighboring_relation=relation).get_epsilon_for_delta(DELTA)
         for relation in (distributions.NeighborRel.ADD_OR_REMOVE_ONE, distributions.NeighborRel.REPLACE_ONE)
     }
     assert list(by_distribution.values()) == pytest.approx([one_sensitivity, two], rel=1e-3)
@@ -71,7 +69,5 @@ def test_one_amplified_step_has_the_closed_form_of_its_scheme(entry: Make, rate:
 def test_the_unit_is_named_and_does_not_change_the_figure(unit: Unit) -> None:
     run: dict[str, Any] = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 100, "delta": DELTA}
     assert (
-        accounting.epsilon(**run, unit=unit)
-        == accounting.epsilon(**run, unit=str(unit))
-        == accounting.epsilon(**run)
+        accounting.epsilon(**run, unit=unit) == accounting.epsilon(**run, unit=str(unit)) == accounting.epsilon(**run)
     )

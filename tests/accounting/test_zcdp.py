@@ -18,9 +18,7 @@ deltas = st.floats(-30, -1).map(lambda x: 10**x)
 
 def test_rho_adds_up_over_releases_and_passes(entry: Make) -> None:
     history = [entry("full", 1.0, 2.0, 8), entry("shuffled", 0.1, 3.0, 25, period=10)]
-    assert zcdp.rho(compose(history)) == pytest.approx(
-        8 / (2 * 4) + 3 / (2 * 9)
-    )  # 25 steps of 10 are 3 passes
+    assert zcdp.rho(compose(history)) == pytest.approx(8 / (2 * 4) + 3 / (2 * 9))  # 25 steps of 10 are 3 passes
     assert zcdp.rho(compose([])) == 0
     assert zcdp.rho(compose([entry("full", 1.0, 0.0, 1)])) == math.inf
 
@@ -40,9 +38,7 @@ def test_the_tight_conversion_lies_between_the_exact_value_and_the_paper(rho: fl
 @pytest.mark.parametrize(("rho", "delta"), [(0.5, 1e-5), (1e-4, 1e-6), (20.0, 1e-9)])
 def test_the_tight_conversion_is_the_best_of_all_orders(rho: float, delta: float) -> None:
     excess = np.geomspace(1e-3, 1e5, 400_000)  # alpha - 1
-    bounds = (
-        rho * (1 + excess) + np.log(excess / (1 + excess)) - (math.log(delta) + np.log1p(excess)) / excess
-    )
+    bounds = rho * (1 + excess) + np.log(excess / (1 + excess)) - (math.log(delta) + np.log1p(excess)) / excess
     assert zcdp.tight_epsilon(rho, delta) == pytest.approx(bounds.min(), rel=1e-7)
     epsilon = 1.3 * float(bounds.min())
     logs = excess * (rho * (1 + excess) - epsilon) + excess * np.log(excess) - (1 + excess) * np.log1p(excess)

@@ -93,9 +93,7 @@ def checked(choice: Choice) -> list[str]:
     def plain(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(m(x), y, reduction="none")
 
-    loss = choice.of(
-        "loss", plain, lambda m, x, y: plain(m, x, y).mean(), lambda m, x, y: plain(m, x, y) / len(x)
-    )
+    loss = choice.of("loss", plain, lambda m, x, y: plain(m, x, y).mean(), lambda m, x, y: plain(m, x, y) / len(x))
     batch = choice.of("batch", (x, y), [x, y], (x[:1], y[:1]))
     report = check(model, loss, batch)
     right = loss is plain and not choice.spoiled and len(batch[1]) == len(batch[0]) == 4

@@ -39,14 +39,9 @@ def play(choice: Choice) -> list[str]:
     if choice.spoiled:
         return []
     more = accounting.epsilon(**{**arguments, "steps": 2 * arguments["steps"]})
-    require(
-        more >= found or more >= found - SLACK * max(1.0, found), f"twice the steps cost {more}, once {found}"
-    )
+    require(more >= found or more >= found - SLACK * max(1.0, found), f"twice the steps cost {more}, once {found}")
     less = accounting.epsilon(**{**arguments, "noise_multiplier": 2 * arguments["noise_multiplier"]})
-    require(
-        less <= found or less <= found + SLACK * max(1.0, found),
-        f"twice the noise costs {less}, once {found}",
-    )
+    require(less <= found or less <= found + SLACK * max(1.0, found), f"twice the noise costs {less}, once {found}")
     return []
 
 

@@ -58,9 +58,7 @@ def played(game: str, seed: int, play: Callable[[Choice], list[str]], choice: Ch
         outcome.problem = "it did not come back"
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)
-        ours = [
-            f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in where if "/src/clipwise/" in f.filename
-        ]
+        ours = [f"{f.filename.rpartition('/')[2]}:{f.lineno}" for f in where if "/src/clipwise/" in f.filename]
         outcome.problem = f"{type(error).__name__}: {error} ({' '.join(ours[-2:])}; spoiled {choice.spoiled})"
     return outcome
 

@@ -66,6 +66,4 @@ def report(outcomes: Sequence[Outcome], seconds: float) -> None:
     refusals = Counter(name for o in outcomes for name in o.refusals)
     print("refusals:", ", ".join(f"{name} {count}" for name, count in refusals.most_common()))
     taken = Counter(f"{name}={value!r}"[:40] for o in outcomes for name, value in o.accepted.items())
-    print(
-        "awkward arguments that were taken:", ", ".join(f"{text} ({n})" for text, n in taken.most_common(40))
-    )
+    print("awkward arguments that were taken:", ", ".join(f"{text} ({n})" for text, n in taken.most_common(40)))

@@ -167,12 +167,7 @@ def strategy(choice: Choice, on: Subject) -> Any:
     if choice.is_likely(0.15):
         norm = Quantile(
             **choice.among(
-                {
-                    "target": (0.3, 0.9),
-                    "initial": (0.5, 2.0),
-                    "learning_rate": (0.1, 0.5),
-                    "count_noise": (0.5, 2.0),
-                }
+                {"target": (0.3, 0.9), "initial": (0.5, 2.0), "learning_rate": (0.1, 0.5), "count_noise": (0.5, 2.0)}
             )
         )
     elif choice.is_likely(0.1):
@@ -184,9 +179,7 @@ def strategy(choice: Choice, on: Subject) -> Any:
         }
     )
     if choice.is_likely(0.05):
-        options["sparse"] = Sparse(
-            **choice.among({"every": ("epoch", 8), "within": (0.5, 2.0), "after": (0, 1)})
-        )
+        options["sparse"] = Sparse(**choice.among({"every": ("epoch", 8), "within": (0.5, 2.0), "after": (0, 1)}))
     if choice.is_likely(0.1):
         options["parts"] = _policy(choice, on)
     if on.kind == "normed" and choice.is_likely(0.5):
@@ -234,9 +227,7 @@ def begin(choice: Choice, on: Subject) -> Private:
         options["group"] = choice.of("group", [i % 3 for i in range(on.size)])
     rate = 0.01
     optimizer: Any = torch.optim.SGD(on.model.parameters(), lr=rate)
-    return make_private(
-        on.model, optimizer, on.dataset, clipping=strategy(choice, on), sampling=sampling, **options
-    )
+    return make_private(on.model, optimizer, on.dataset, clipping=strategy(choice, on), sampling=sampling, **options)
 
 
 class Loop:
@@ -263,10 +254,7 @@ class Loop:
                 self.refusals.append(type(refusal).__name__)
             except StopIteration:
                 self.batches = iter(self.private.loader.pieces())
-            require(
-                self.private.steps == self.released,
-                f"{self.released} releases, and {self.private.steps} counted",
-            )
+            require(self.private.steps == self.released, f"{self.released} releases, and {self.private.steps} counted")
 
     def draw(self) -> None:
         self.batch = next(self.batches)
@@ -283,16 +271,12 @@ class Loop:
         if not self._made(losses):
             return
         self.released += 1
-        require(
-            all(bool(p.isfinite().all()) for p in self.on.model.parameters()), "a parameter is not finite"
-        )
+        require(all(bool(p.isfinite().all()) for p in self.on.model.parameters()), "a parameter is not finite")
         if self.private.noise_multiplier == 0:
             self._require_right(model, before)
 
     def _made(self, losses: Tensor) -> bool:
-        if getattr(
-            self.private._context.strategy, "local_update", None
-        ) is not None and self.choice.is_likely(0.8):
+        if getattr(self.private._context.strategy, "local_update", None) is not None and self.choice.is_likely(0.8):
             return self.private.step_sets(self.batch)
         return self.private.step(losses, self.on.outputs)
 
@@ -380,9 +364,7 @@ class Loop:
         wanted = {name: t / self.private.divisor for (name, _), t in zip(named, total, strict=True)}
         for name, p in self.on.model.named_parameters():
             if p.requires_grad and p.grad is not None:
-                near = torch.allclose(
-                    p.grad.double(), wanted[name], rtol=1e-4, atol=1e-4 * float(clipping.max_norm)
-                )
+                near = torch.allclose(p.grad.double(), wanted[name], rtol=1e-4, atol=1e-4 * float(clipping.max_norm))
                 require(near, f"the gradient of {name!r} is not that of a forward pass for each example")
 
 

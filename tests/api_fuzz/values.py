@@ -53,9 +53,7 @@ class Choice:
     dice: random.Random
     odds: float  # of an invalid argument
     spoiled: dict[str, Any] = field(default_factory=dict)
-    given: set[str] = field(
-        default_factory=lambda: {"model", "dataset", "optimizer", "every=", "count_noise"}
-    )
+    given: set[str] = field(default_factory=lambda: {"model", "dataset", "optimizer", "every=", "count_noise"})
 
     def of(self, name: str, *good: Any) -> Any:
         """Return a valid value, or sometimes an invalid one."""

@@ -133,9 +133,7 @@ def scaled_losses(folder: Path) -> bool:
     model = network()
     private = run(model)
     scale = torch.tensor(65536.0)
-    return raises(
-        StepError, "GradScaler", lambda: train(private, lambda x, y: scale * losses_of(model, x, y))
-    )
+    return raises(StepError, "GradScaler", lambda: train(private, lambda x, y: scale * losses_of(model, x, y)))
 
 
 def one_seed_twice(folder: Path) -> bool:
@@ -183,9 +181,7 @@ def pairs(folder: Path) -> bool:
     model = nn.Linear(D, 1)
     private = run(model)
     return raises(
-        CoupledExamplesError,
-        "pair",
-        lambda: train(private, lambda x, y: ((model(x) - y) ** 2).flatten(1).sum(1)),
+        CoupledExamplesError, "pair", lambda: train(private, lambda x, y: ((model(x) - y) ** 2).flatten(1).sum(1))
     )
 
 
@@ -199,9 +195,7 @@ def mixup(folder: Path) -> bool:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return losses_of(model, x, y)
 
-    return raises(
-        CoupledExamplesError, "collated", lambda: train(run(model, collate_fn=collate, loss=loss), loss)
-    )
+    return raises(CoupledExamplesError, "collated", lambda: train(run(model, collate_fn=collate, loss=loss), loss))
 
 
 class Remembering(nn.Module):
@@ -246,11 +240,7 @@ def crashed_count(folder: Path) -> bool:
 SOUNDNESS = "tests/soundness"
 HABITS = (
     Habit(
-        1,
-        "`sampling='partition'` with per-example clipping",
-        "`make_private`",
-        f"{SOUNDNESS}/test_exact.py",
-        partition,
+        1, "`sampling='partition'` with per-example clipping", "`make_private`", f"{SOUNDNESS}/test_exact.py", partition
     ),
     Habit(
         2,
@@ -259,26 +249,12 @@ HABITS = (
         "tests/ledger/test_multi_run.py",
         one_budget_for_two,
     ),
-    Habit(
-        2,
-        "shuffled epochs of two runs",
-        "run tags in the ledger",
-        "tests/ledger/test_multi_run.py",
-        merged_epochs,
-    ),
-    Habit(
-        3,
-        "a crash, and a count that is called exact",
-        "the ledger",
-        "tests/ledger/test_ledger.py",
-        crashed_count,
-    ),
+    Habit(2, "shuffled epochs of two runs", "run tags in the ledger", "tests/ledger/test_multi_run.py", merged_epochs),
+    Habit(3, "a crash, and a count that is called exact", "the ledger", "tests/ledger/test_ledger.py", crashed_count),
     Habit(3, "a ledger file that is removed", "every charge", "tests/ledger/test_ledger.py", removed_ledger),
     Habit(4, "a plain training loop", "verified weights", "tests/validation/test_model_state.py", plain_loop),
     Habit(6, "`GradScaler`", "`private.step`", "tests/validation/test_training_loop.py", scaled_losses),
-    Habit(
-        7, "one seed, two executions", "the statement; key ids", f"{SOUNDNESS}/test_seeded.py", one_seed_twice
-    ),
+    Habit(7, "one seed, two executions", "the statement; key ids", f"{SOUNDNESS}/test_seeded.py", one_seed_twice),
     Habit(
         8,
         "dropout under `torch.manual_seed`",
@@ -287,34 +263,14 @@ HABITS = (
         known_masks,
     ),
     Habit(
-        9,
-        "a coupling behind a head of zeros",
-        "independence probe",
-        "tests/validation/test_marked.py",
-        hidden_coupling,
+        9, "a coupling behind a head of zeros", "independence probe", "tests/validation/test_marked.py", hidden_coupling
     ),
     Habit(
-        10,
-        "a divisor of the whole batch",
-        "shared factors",
-        "tests/validation/test_shared_factors.py",
-        shared_factor,
+        10, "a divisor of the whole batch", "shared factors", "tests/validation/test_shared_factors.py", shared_factor
     ),
-    Habit(
-        11,
-        "outputs (B, 1) against targets (B,)",
-        "independence probe",
-        "tests/validation/test_coupling.py",
-        pairs,
-    ),
+    Habit(11, "outputs (B, 1) against targets (B,)", "independence probe", "tests/validation/test_coupling.py", pairs),
     Habit(12, "mixup in `collate_fn`", "replacement test", "tests/validation/test_first_batches.py", mixup),
-    Habit(
-        13,
-        "a running mean in a list",
-        "plain attributes",
-        "tests/validation/test_forward_changes.py",
-        learned_list,
-    ),
+    Habit(13, "a running mean in a list", "plain attributes", "tests/validation/test_forward_changes.py", learned_list),
     Habit(
         17,
         "a loop until the whole batch has converged",
@@ -333,12 +289,7 @@ OTHERS = (
         "every refusal is provoked",
         f"{SOUNDNESS}/test_messages_without_sizes.py",
     ),
-    (
-        15,
-        "gradients of an `autograd.Function`",
-        "a forward pass per example",
-        "tests/gradients/test_functions.py",
-    ),
+    (15, "gradients of an `autograd.Function`", "a forward pass per example", "tests/gradients/test_functions.py"),
     (16, "complex arithmetic", "a forward pass per example", "tests/gradients/test_complex.py"),
 )
 
@@ -346,9 +297,7 @@ OTHERS = (
 def rows() -> str:
     """The lines of the table."""
     listed = [(h.item, h.name, h.tool, h.tested) for h in HABITS] + list(OTHERS)
-    return "".join(
-        f"| {item} | {name} | {tool} | `{tested}` |\n" for item, name, tool, tested in sorted(listed)
-    )
+    return "".join(f"| {item} | {name} | {tool} | `{tested}` |\n" for item, name, tool, tested in sorted(listed))
 
 
 def main() -> None:

@@ -24,9 +24,7 @@ def test_clopper_and_pearson_are_those_of_scipy(counted: tuple[int, int], failur
 
 
 @given(counts, failures)
-def test_at_the_lower_bound_the_observation_has_the_given_probability(
-    counted: tuple[int, int], failure: float
-) -> None:
+def test_at_the_lower_bound_the_observation_has_the_given_probability(counted: tuple[int, int], failure: float) -> None:
     k, n = counted
     p = bounds.at_least(k, n, failure)
     assert (p == 0.0) == (k == 0)
@@ -35,9 +33,7 @@ def test_at_the_lower_bound_the_observation_has_the_given_probability(
 
 
 @given(st.floats(0.1, 5.0), st.floats(-3.0, 3.0))
-def test_a_test_of_a_gaussian_mechanism_shows_no_more_epsilon_than_it_has(
-    mu: float, threshold: float
-) -> None:
+def test_a_test_of_a_gaussian_mechanism_shows_no_more_epsilon_than_it_has(mu: float, threshold: float) -> None:
     alpha, beta = float(stats.norm.sf(threshold)), float(stats.norm.cdf(threshold - mu))
     for delta in (1e-5, 1e-2):
         assert bounds.epsilon_of_errors(alpha, beta, delta) <= gaussian.epsilon(delta, mu) + 1e-6

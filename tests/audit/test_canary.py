@@ -78,10 +78,7 @@ def test_a_bound_rarely_exceeds_the_true_value() -> None:
 
 def test_a_subsampled_run_stays_within_its_claim() -> None:
     subject = small(
-        clipping=PerExample(max_norm=1.0, method="vmap"),
-        steps=3,
-        noise_multiplier=0.5,
-        probe_independence=False,
+        clipping=PerExample(max_norm=1.0, method="vmap"), steps=3, noise_multiplier=0.5, probe_independence=False
     )
     report = audit.canary(*subject, runs=50)
     report.require()
@@ -97,9 +94,7 @@ def test_a_mislabelled_canary_is_detected_by_its_gradient() -> None:
 
 def test_a_given_record_is_detected_by_its_gradient() -> None:
     planted = torch.full((5,), 50.0), torch.tensor(1)
-    report = audit.canary(
-        *one_release(noise_multiplier=0.5), kind="record", planted=planted, loss=losses, runs=200
-    )
+    report = audit.canary(*one_release(noise_multiplier=0.5), kind="record", planted=planted, loss=losses, runs=200)
     report.require()
     assert 0.7 < report.measured.mu < 2
 

@@ -28,9 +28,7 @@ def test_the_area_is_the_share_of_pairs_in_order(members: Any, others: Any) -> N
 @given(scores, scores, st.floats(0.0, 0.9))
 def test_no_more_false_alarms_than_accepted(members: Any, others: Any, rate: float) -> None:
     found = curve("a", members, others, (rate,)).found[rate]
-    reachable = [
-        float((members > t).mean()) for t in [*others, -np.inf] if (others > t).sum() <= rate * len(others)
-    ]
+    reachable = [float((members > t).mean()) for t in [*others, -np.inf] if (others > t).sum() <= rate * len(others)]
     assert found == pytest.approx(max(reachable))
 
 

@@ -10,17 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import clipwise
-from clipwise import (
-    Batch,
-    Multipliers,
-    NoisedStatistics,
-    PerExample,
-    Public,
-    Quantile,
-    RandomLayer,
-    audit,
-    layers,
-)
+from clipwise import Batch, Multipliers, NoisedStatistics, PerExample, Public, Quantile, RandomLayer, audit, layers
 from clipwise.audit.trial import run_of
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise import mechanism
@@ -163,12 +153,7 @@ def full_run(dataset: Any, steps: int) -> Iterator[tuple[nn.Sequential, Tensor, 
     """Yields the model and the inputs at each step, so that the caller can act in between."""
     model = network()
     private = clipwise.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        dataset,
-        sampling="full",
-        noise_multiplier=1.0,
-        steps=steps,
+        model, torch.optim.SGD(model.parameters(), lr=0.1), dataset, sampling="full", noise_multiplier=1.0, steps=steps
     )
     for _ in range(steps):
         for x, y in private.loader:

@@ -162,8 +162,7 @@ def test_batches_are_epochs():
 
 
 @pytest.mark.parametrize(
-    ("model", "data"),
-    [("mlp-3", "mnist"), ("cnn", "svhn"), ("cnn", "images-big"), ("gpt2-mini", "text-long")],
+    ("model", "data"), [("mlp-3", "mnist"), ("cnn", "svhn"), ("cnn", "images-big"), ("gpt2-mini", "text-long")]
 )
 def test_unknown_names_are_refused(model, data):
     with pytest.raises(ConfigurationError, match="is not known"):

@@ -320,9 +320,7 @@ def test_the_time_for_the_run_ends_it_cleanly(made, tmp_path):
 
 def test_the_table_has_ratios_targets_and_reasons(made, tmp_path):
     peers(tmp_path, rows=["mlp"], methods=[FLOOR, AUTO, REWEIGHT])
-    costs, bars = (
-        line for line in table_of(tmp_path).splitlines() if line.startswith(f"| {QUICK[0].title} |")
-    )
+    costs, bars = (line for line in table_of(tmp_path).splitlines() if line.startswith(f"| {QUICK[0].title} |"))
     assert costs.endswith("| 1 / 2 | 1.12 / 1.00 | 1.25 / 1.00 | none [1] |")
     (limit,) = {bar.most for bar in QUICK[0].bars if bar.column == AUTO}
     verdict = "met" if limit >= 1.25 else "**not met**"
@@ -380,9 +378,7 @@ def test_both_baselines_train_the_same(plain, row, monkeypatch):
     build_one = plain.build
     monkeypatch.setattr(plain, "build", lambda *args: models.append(build_one(*args)) or models[-1])
     plain.trainer(row, CPU, {"foreach": True}, False)()
-    setting = Setting(
-        row.setting.model, row.setting.data, row.setting.batch, row.setting.trained, "sgd-foreach"
-    )
+    setting = Setting(row.setting.model, row.setting.data, row.setting.batch, row.setting.trained, "sgd-foreach")
     workload = make_workload(setting, CPU, 0)
     with steps_by(REFERENCE, workload) as step:
         step()

@@ -101,9 +101,7 @@ def test_every_cell_is_measured_once_in_order_and_kept(tiny, tmp_path):
     kept = stored(tmp_path)
     assert len(kept["cells"]) == 4
     assert kept["environment"]["device"] == "cpu" and kept["environment"]["versions"]["torch"]
-    assert kept["runs"][0]["seed"] == 0 and kept["runs"][0]["command"].startswith(
-        "python -m benchmarks --device cpu"
-    )
+    assert kept["runs"][0]["seed"] == 0 and kept["runs"][0]["command"].startswith("python -m benchmarks --device cpu")
 
 
 def test_the_largest_batch_is_looked_for_on_a_gpu_where_a_batch_takes_memory(tiny, tmp_path):
@@ -179,12 +177,7 @@ def test_times_must_be_positive(tmp_path):
 
 @pytest.mark.parametrize(
     "asked",
-    [
-        {"suite": "all"},
-        {"rows": ["mlp"]},
-        {"suite": "peers", "figures": ["5"]},
-        {"suite": "scaling", "figures": ["5"]},
-    ],
+    [{"suite": "all"}, {"rows": ["mlp"]}, {"suite": "peers", "figures": ["5"]}, {"suite": "scaling", "figures": ["5"]}],
 )
 def test_what_belongs_to_no_suite_or_another_is_refused(tmp_path, asked):
     with pytest.raises(ConfigurationError, match="suite="):
@@ -266,10 +259,7 @@ def asked(monkeypatch):
             {"device": "cuda", "budget_seconds": 9.0, "cell_seconds": 5.0, "retry": True},
         ),
         (["peers", "--row", "mlp", "--row", "cnn"], {"suite": "peers", "rows": ["mlp", "cnn"]}),
-        (
-            ["scaling", "--row", "T", "--device", "cuda"],
-            {"suite": "scaling", "rows": ["T"], "device": "cuda"},
-        ),
+        (["scaling", "--row", "T", "--device", "cuda"], {"suite": "scaling", "rows": ["T"], "device": "cuda"}),
     ],
 )
 def test_the_command_line_asks_for(asked, arguments, options, tmp_path, monkeypatch):

@@ -154,9 +154,7 @@ def test_a_point_of_another_suite_is_not_mixed_in(made, tmp_path):
 
 def test_a_real_point_has_times_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "_QUICK", Effort(1, least_rounds=1, enough_seconds=0.0, cell_seconds=20.0))
-    monkeypatch.setattr(
-        measure, "peak_memory", lambda setting, name, *_: 2**20 if name == REFERENCE else 2**21
-    )
+    monkeypatch.setattr(measure, "peak_memory", lambda setting, name, *_: 2**20 if name == REFERENCE else 2**21)
     scaling(tmp_path, rows=["width"], methods=[AUTO])
     cells = json.loads((tmp_path / "results.json").read_text())["cells"]
     assert len(cells) == 2

@@ -43,9 +43,7 @@ def refused(result: Any, *words: str) -> None:
         assert word in result.stderr, result.stderr
 
 
-def write_ledger(
-    path: Path, releases: int, close: bool = True, event: Event = EVENT, header: Any = None
-) -> Path:
+def write_ledger(path: Path, releases: int, close: bool = True, event: Event = EVENT, header: Any = None) -> Path:
     ledger = FileLedger(path, header=header)
     for _ in range(releases):
         ledger.charge(event)

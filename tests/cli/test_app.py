@@ -13,8 +13,7 @@ from tests.cli.calls import clipwise, refused
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["epsilon", "--noise-multiplier", "much"], ["noise"], ["unknown"], ["epsilon", "--sampling", "x"]],
+    "arguments", [["epsilon", "--noise-multiplier", "much"], ["noise"], ["unknown"], ["epsilon", "--sampling", "x"]]
 )
 def test_bad_options_end_with_2_and_no_traceback(arguments):
     result = clipwise(*arguments)
@@ -109,9 +108,7 @@ def test_check_explains_what_it_cannot_run(target, form, words):
 
 def test_a_user_file_can_import_its_neighbours(target, tmp_path):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / f"helper_{target}.py").write_text(
-        "from torch import nn\nmodel = nn.Linear(4, 3)\n"
-    )
+    (tmp_path / "folder" / f"helper_{target}.py").write_text("from torch import nn\nmodel = nn.Linear(4, 3)\n")
     (tmp_path / "folder" / f"main_{target}.py").write_text(
         f"from helper_{target} import model\nfrom {target} import losses, x, y\n"
         "def made():\n    return model, losses, (x, y)\n"

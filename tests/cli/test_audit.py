@@ -65,9 +65,7 @@ def test_a_run_is_within_its_claim(run: Path) -> None:
 
 
 def test_json(run: Path) -> None:
-    result = clipwise(
-        "audit", run / "ledger", "--subject", f"{run}/subject.py:subject", "--runs", 100, "--json"
-    )
+    result = clipwise("audit", run / "ledger", "--subject", f"{run}/subject.py:subject", "--runs", 100, "--json")
     assert result.exit_code == 0, result.output
     content = json.loads(result.stdout)
     (attack,) = content["attacks"]
@@ -129,9 +127,7 @@ def test_a_run_that_differs_from_the_ledger_is_refused(run: Path) -> None:
 
 
 def test_what_is_missing_is_named(run: Path, tmp_path: Path) -> None:
-    refused(
-        clipwise("audit", run, "--subject", f"{run}/subject.py:nonsense"), "must return (make_run, dataset)"
-    )
+    refused(clipwise("audit", run, "--subject", f"{run}/subject.py:nonsense"), "must return (make_run, dataset)")
     (run / "subject.py").unlink()
     refused(clipwise("audit", run), "There is no file")
     refused(clipwise("audit", run), "--subject")

@@ -18,26 +18,14 @@ from tests.cli.calls import PLAN, clipwise, figure, line, refused
     ("options", "arguments"),
     [
         (["--sample-rate", 0.01], {"sample_rate": 0.01}),
-        (
-            ["--sample-rate", 0.01, "--adjacency", "add-remove"],
-            {"sample_rate": 0.01, "adjacency": "add-remove"},
-        ),
+        (["--sample-rate", 0.01, "--adjacency", "add-remove"], {"sample_rate": 0.01, "adjacency": "add-remove"}),
         (["--batch-size", 10, "--dataset-size", 1000], {"sample_rate": 0.01}),
         (
             ["--batch-size", 10, "--dataset-size", 1000, "--sampling", "fixed-size"],
             {"sample_rate": 0.01, "sampling": "fixed-size"},
         ),
         (
-            [
-                "--batch-size",
-                10,
-                "--dataset-size",
-                1000,
-                "--sampling",
-                "shuffled",
-                "--adjacency",
-                "replace-one",
-            ],
+            ["--batch-size", 10, "--dataset-size", 1000, "--sampling", "shuffled", "--adjacency", "replace-one"],
             {"sample_rate": 0.01, "sampling": "shuffled", "adjacency": "replace-one", "period": 100},
         ),
         (
@@ -45,22 +33,8 @@ from tests.cli.calls import PLAN, clipwise, figure, line, refused
             {"sample_rate": 0.04, "sampling": "partition"},
         ),
         (
-            [
-                "--batch-size",
-                10,
-                "--dataset-size",
-                1000,
-                "--sampling",
-                "truncated-poisson",
-                "--max-batch-size",
-                30,
-            ],
-            {
-                "sample_rate": 0.01,
-                "sampling": "truncated-poisson",
-                "dataset_size": 1000,
-                "max_batch_size": 30,
-            },
+            ["--batch-size", 10, "--dataset-size", 1000, "--sampling", "truncated-poisson", "--max-batch-size", 30],
+            {"sample_rate": 0.01, "sampling": "truncated-poisson", "dataset_size": 1000, "max_batch_size": 30},
         ),
         (["--sampling", "full"], {"sampling": "full"}),
     ],
@@ -68,9 +42,7 @@ from tests.cli.calls import PLAN, clipwise, figure, line, refused
 def test_it_agrees_with_the_accountants(options: list[Any], arguments: dict[str, Any]) -> None:
     result = clipwise("epsilon", "--noise-multiplier", 1.1, "--steps", 250, "--delta", 1e-5, *options)
     for accountant in ("pld", "rdp"):
-        exact = accounting.epsilon(
-            noise_multiplier=1.1, steps=250, delta=1e-5, accountant=accountant, **arguments
-        )
+        exact = accounting.epsilon(noise_multiplier=1.1, steps=250, delta=1e-5, accountant=accountant, **arguments)
         if exact < float("inf"):
             assert exact <= figure(result, accountant.upper()) <= 1.001 * exact
     assert "report this one" in line(result, "PLD")
@@ -193,10 +165,7 @@ def test_other_endings_are_refused_before_anything_is_computed(tmp_path: Path) -
         (["--noise-multiplier", 1, "--sample-rate", 2, "--steps", 1], ["--sample-rate must"]),
         (["--noise-multiplier", -1, "--sample-rate", 0.1, "--steps", 1], ["--noise-multiplier"]),
         (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 0], ["--steps must"]),
-        (
-            ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--epochs", 1],
-            ["--epochs or --steps"],
-        ),
+        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--epochs", 1], ["--epochs or --steps"]),
         (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--delta", 0], ["--delta must be"]),
         (
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--adjacency", "replace-one"],
@@ -214,10 +183,7 @@ def test_other_endings_are_refused_before_anything_is_computed(tmp_path: Path) -
             ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--sampling", "truncated-poisson"],
             ["--dataset-size"],
         ),
-        (
-            ["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--dataset-size", 0],
-            ["--dataset-size"],
-        ),
+        (["--noise-multiplier", 1, "--sample-rate", 0.1, "--steps", 1, "--dataset-size", 0], ["--dataset-size"]),
         (["--ledger", "nowhere", "--steps", 1], ["--ledger", "--delta"]),
         (["--ledger", "nowhere", "--unit", "user"], ["--ledger", "--delta"]),
         (["--ledger", "nowhere"], ["nowhere"]),

@@ -86,9 +86,7 @@ def _cut(path: Path) -> None:
         (lambda path: write_ledger(path, 0), "no release"),
     ],
 )
-def test_a_file_that_is_not_a_ledger_is_refused(
-    tmp_path: Path, command: list[str], make: Any, word: str
-) -> None:
+def test_a_file_that_is_not_a_ledger_is_refused(tmp_path: Path, command: list[str], make: Any, word: str) -> None:
     path = tmp_path / "ledger"
     make(path)
     before = path.read_bytes() if path.is_file() else None
@@ -142,17 +140,12 @@ def test_one_file_twice_is_refused(tmp_path: Path) -> None:
 def test_a_copy_of_a_run_is_refused(tmp_path: Path) -> None:
     path = write_ledger(tmp_path / "a", 60)
     (tmp_path / "copy").write_bytes(path.read_bytes())
-    refused(
-        clipwise("epsilon", "--ledger", path, "--ledger", tmp_path / "copy"), "copies of one ledger", "last"
-    )
+    refused(clipwise("epsilon", "--ledger", path, "--ledger", tmp_path / "copy"), "copies of one ledger", "last")
 
 
 @pytest.mark.parametrize(
     "other",
-    [
-        replace(EVENT, unit=Unit.USER),
-        replace(EVENT, sampling=Sampling.FIXED_SIZE, adjacency=Adjacency.REPLACE_ONE),
-    ],
+    [replace(EVENT, unit=Unit.USER), replace(EVENT, sampling=Sampling.FIXED_SIZE, adjacency=Adjacency.REPLACE_ONE)],
 )
 def test_different_guarantees_do_not_add_up(tmp_path: Path, other: Any) -> None:
     a, b = write_ledger(tmp_path / "a", 3), write_ledger(tmp_path / "b", 3, event=other)

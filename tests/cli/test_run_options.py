@@ -11,10 +11,7 @@ from clipwise.errors import ConfigurationError
 @pytest.mark.parametrize(
     ("message", "rewritten"),
     [
-        (
-            "sampling='full' takes all: give no batch_size.",
-            "--sampling full takes all: give no --batch-size.",
-        ),
+        ("sampling='full' takes all: give no batch_size.", "--sampling full takes all: give no --batch-size."),
         ("max_batch_size=3 is below 4.", "--max-batch-size 3 is below 4."),
         ("mini_sets=3 must divide batch_size=10: so.", "--mini-sets 3 must divide --batch-size 10: so."),
         ("steps must be positive, not 0.", "--steps must be positive, not 0."),

@@ -5,9 +5,7 @@ from typer.testing import CliRunner
 
 from clipwise.cli.app import app
 
-SCRIPT = (
-    "from clipwise.tune import Range\nSPACE = {'x': Range(0, 1)}\ndef train(s): return s['x'], 1 + s['x']\n"
-)
+SCRIPT = "from clipwise.tune import Range\nSPACE = {'x': Range(0, 1)}\ndef train(s): return s['x'], 1 + s['x']\n"
 
 
 def call(*arguments):
@@ -87,15 +85,9 @@ SPACE = "from clipwise.tune import Range, Choice\nSPACE = {'x': Choice((1, 2))}\
     [
         ("x = (", "mine.py raised SyntaxError"),
         ("import no_such_module", "mine.py raised ModuleNotFoundError in mine.py, line 1"),
-        (
-            SPACE + "def train(s): raise ValueError('no luck')",
-            "raised ValueError in mine.py, line 3: no luck",
-        ),
+        (SPACE + "def train(s): raise ValueError('no luck')", "raised ValueError in mine.py, line 3: no luck"),
         (SPACE + "def train(s): return 'good'", "mine.py: train(settings) must return (accuracy, epsilon)"),
-        (
-            SPACE + "def train(s): return 95.0, 1",
-            "mine.py: train(settings) returned an accuracy that is not a number",
-        ),
+        (SPACE + "def train(s): return 95.0, 1", "mine.py: train(settings) returned an accuracy that is not a number"),
     ],
 )
 def test_errors_of_a_script_are_reported_in_one_line(tmp_path, script, message):

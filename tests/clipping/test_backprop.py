@@ -178,10 +178,7 @@ def test_its_own_constants_are_checked(argument: str) -> None:
     for value in (-1.0, math.nan, "a", [1.0], {"0": 0.0}):
         with pytest.raises(ConfigurationError, match=argument):
             Backprop(**{argument: value})  # type: ignore[arg-type]
-    for names, match in (
-        ({"0": 2.0, "2": 2.0, "zzz": 7.0}, "no trainable layer 'zzz'"),
-        ({"0": 2.0}, "layer '2' too"),
-    ):
+    for names, match in (({"0": 2.0, "2": 2.0, "zzz": 7.0}, "no trainable layer 'zzz'"), ({"0": 2.0}, "layer '2' too")):
         with pytest.raises(ConfigurationError, match=f"{argument}.*{match}"):
             private_run(clipped(grad_norm=2.0), clipping=Backprop(**{argument: names}))  # type: ignore[arg-type]
 
@@ -251,9 +248,7 @@ def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
     model = clipped(OneIntoTheOther(own), uses={"one": 2, "other": 2})
     clipper = Backprop().attach(site(model))
     by = "one" if own else "other"
-    with pytest.raises(
-        UnsupportedModelError, match=rf"'one\.layer\.weight' is used outside.*layer '{by}', as its"
-    ):
+    with pytest.raises(UnsupportedModelError, match=rf"'one\.layer\.weight' is used outside.*layer '{by}', as its"):
         clipper.clipped_sum(model(torch.randn(5, 5)).sum(1))
 
 
@@ -384,9 +379,7 @@ def test_reentrant_checkpoints_are_refused_by_every_strategy() -> None:
             private.step(losses)
     clipper = Backprop().attach(site(model := clipped()))
     with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
-        clipper.clipped_sum(
-            checkpoint(model, torch.randn(3, 5, requires_grad=True), use_reentrant=True).sum(1)
-        )
+        clipper.clipped_sum(checkpoint(model, torch.randn(3, 5, requires_grad=True), use_reentrant=True).sum(1))
 
 
 def test_a_compiled_model_is_told_what_to_do_instead() -> None:
@@ -462,9 +455,7 @@ def test_a_run_states_what_it_did() -> None:
     train(model, private, 6)
     text = str(private.statement())
     assert "0.layer.weight: 1" in text and "probed on the first batches" in text
-    expected = clipwise.accounting.epsilon(
-        noise_multiplier=1.0, sample_rate=0.2, steps=6, delta=private.spent().delta
-    )
+    expected = clipwise.accounting.epsilon(noise_multiplier=1.0, sample_rate=0.2, steps=6, delta=private.spent().delta)
     assert math.isclose(private.spent().epsilon, expected, rel_tol=1e-6)
 
 
@@ -506,9 +497,7 @@ def test_check_says_what_would_be_refused() -> None:
     assert clipwise.check(clipped(), loss, batch, Backprop()).ok
     assert clipwise.check(clipped(mode="normalize"), loss, batch, Backprop()).ok
     assert "clip_inputs" in str(clipwise.check(network(), loss, batch, Backprop()))
-    penalized = clipwise.check(
-        clipped(), lambda m, x, y: loss(m, x, y) + m[0].layer.weight.sum(), batch, Backprop()
-    )
+    penalized = clipwise.check(clipped(), lambda m, x, y: loss(m, x, y) + m[0].layer.weight.sum(), batch, Backprop())
     assert "used outside" in str(penalized)
 
 
@@ -520,9 +509,7 @@ def test_check_takes_backprop_for_a_clipped_model() -> None:
     for model in (clipped(), clipped(mode="normalize")):
         assert clipwise.check(model, loss, batch).ok
     assert "layer '0' has 2.0" in str(clipwise.check(clipped(), loss, batch, Backprop(5.0)))
-    assert "float32" in str(
-        clipwise.check(clipped().bfloat16(), lambda m, x, y: loss(m, x.bfloat16(), y), batch)
-    )
+    assert "float32" in str(clipwise.check(clipped().bfloat16(), lambda m, x, y: loss(m, x.bfloat16(), y), batch))
     train_it, rows = run_of(clipped(), loss, batch)
     train_it(rows)  # as `clipwise check --neighbours` does
 
@@ -767,9 +754,7 @@ def few_numbers(norm: nn.Module, *, first: bool = False) -> nn.Module:
         (nn.GroupNorm(2, 2, affine=False), "A normalization"),
     ],
 )
-def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalized(
-    norm: nn.Module, name: str
-) -> None:
+def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalized(norm: nn.Module, name: str) -> None:
     x = torch.randn(6, 5)
     for mode in ("clip", "normalize"):
         model = clipped(few_numbers(copy.deepcopy(norm)), mode=mode)
@@ -786,9 +771,7 @@ def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalize
     train(model, private, 3)
     model = clipped(few_numbers(copy.deepcopy(norm), first=True), mode="normalize")
     Backprop().attach(site(model)).clipped_sum(model(x[:, :4]).square().sum(1))
-    model = clipped(
-        few_numbers(nn.LayerNorm((1, 2)) if isinstance(norm, nn.LayerNorm) else nn.GroupNorm(1, 2))
-    )
+    model = clipped(few_numbers(nn.LayerNorm((1, 2)) if isinstance(norm, nn.LayerNorm) else nn.GroupNorm(1, 2)))
     Backprop().attach(site(model)).clipped_sum(model(x).square().sum(1))
 
 

@@ -16,17 +16,7 @@ from clipwise.clipping import backprop
 from clipwise.engine import captured, compiled
 from clipwise.errors import StepError
 from clipwise.layers.clipped import switch
-from tests.engine.test_compiled import (
-    Drawn,
-    Recorded,
-    drawn,
-    go,
-    loss_with,
-    ordinary,
-    recorded,
-    replays,
-    require_close,
-)
+from tests.engine.test_compiled import Drawn, Recorded, drawn, go, loss_with, ordinary, recorded, replays, require_close
 from tests.runs import data, gradients, network, private_run, sgd
 from tests.sites import site
 
@@ -39,11 +29,7 @@ every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
 
 
 def exact_run(
-    mode: str = "clip",
-    bound: str = "gradient",
-    dataset: Any = None,
-    model: nn.Module | None = None,
-    **options: Any,
+    mode: str = "clip", bound: str = "gradient", dataset: Any = None, model: nn.Module | None = None, **options: Any
 ) -> tuple[nn.Module, Private]:
     """In float64 and without noise, so that two ways to the same sum can be told from two sums."""
     model = network(torch.float64) if model is None else model
@@ -241,9 +227,7 @@ def test_a_step_that_looks_again_probes(recorded: list[Recorded], monkeypatch: p
     monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 3)
     probed: list[int] = []
     probe = backprop.require_rows_of_examples
-    monkeypatch.setattr(
-        backprop, "require_rows_of_examples", lambda *a: probed.append(len(a[0])) or probe(*a)
-    )
+    monkeypatch.setattr(backprop, "require_rows_of_examples", lambda *a: probed.append(len(a[0])) or probe(*a))
     model, private = exact_run(sampling="fixed-size")
     step = private.compiled(loss_with(model))
     go(private, step, 4 + 3)
@@ -274,7 +258,5 @@ def test_noise_of_a_captured_step_is_that_of_its_parts(recorded: list[Recorded])
     assert replays(recorded) > 0
     values = gradients(model)
     scaled = [(values[part.parameters[0]] * 20 / part.noise_std).flatten() for part in private.parts()]
-    assert all(
-        0.1 < float(part.square().mean().sqrt()) < 2.5 for part in scaled
-    )  # the smallest has 3 numbers
+    assert all(0.1 < float(part.square().mean().sqrt()) < 2.5 for part in scaled)  # the smallest has 3 numbers
     assert 0.7 < float(torch.cat(scaled).square().mean().sqrt()) < 1.4

@@ -220,10 +220,7 @@ def test_changes_in_float32_of_parameters_in_float64() -> None:
 def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:
     for seed in range(10):
         random = torch.Generator().manual_seed(seed)
-        on = {
-            "a": nn.Parameter(torch.zeros(300)),
-            "b": nn.Parameter(torch.zeros(2, dtype=torch.float64)),
-        }
+        on = {"a": nn.Parameter(torch.zeros(300)), "b": nn.Parameter(torch.zeros(2, dtype=torch.float64))}
         values = torch.randn(300, generator=random)
         found = Batch(1.0).attach(site(on)).clipped_sum((on["a"] * values).sum() + on["b"].sum())
         assert found["a"].dtype == torch.float32
@@ -316,9 +313,7 @@ def test_an_answer_that_makes_no_sense_is_refused(answer: Any, words: str) -> No
         attached(Batch(local_update=lambda m, s: answer), model()).clipped_update(None)
 
 
-@pytest.mark.parametrize(
-    "change", [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"]
-)
+@pytest.mark.parametrize("change", [torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")], ids=["sparse", "meta"])
 def test_changes_that_hold_no_plain_numbers_are_refused(change: Tensor) -> None:
     clipper = attached(Batch(1.0, local_update=lambda m, s: {"0.bias": change}), model())
     with pytest.raises(StepError, match=r"'0.bias'.*dense tensor"):

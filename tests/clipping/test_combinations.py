@@ -101,9 +101,7 @@ def multiplier(parts: list[Part]) -> float:
 
 
 @pytest.mark.parametrize(("parts", "unit", "options"), SOME, ids=str)
-def test_every_step_has_the_multiplier_that_was_asked_for(
-    parts: str, unit: str, options: tuple[str, ...]
-) -> None:
+def test_every_step_has_the_multiplier_that_was_asked_for(parts: str, unit: str, options: tuple[str, ...]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))

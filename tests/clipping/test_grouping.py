@@ -130,8 +130,7 @@ def test_sets_of_names_have_one_order_in_every_process() -> None:
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _IN_ANOTHER_PROCESS],
-            env=os.environ
-            | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env=os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -16,13 +16,7 @@ from torch.nn import functional as F
 
 import clipwise
 from clipwise import Lipschitz, Private, RandomLayer, lipschitz
-from clipwise.errors import (
-    CheckpointError,
-    ConfigurationError,
-    CoupledExamplesError,
-    StepError,
-    UnsupportedModelError,
-)
+from clipwise.errors import CheckpointError, ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import TF32
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import bounds_of, trace
@@ -80,10 +74,7 @@ def test_weights_stay_within_their_norm_and_bounds_belong_to_them(kind: str, fix
         assert effective_multiplier(private.parts()) >= private.noise_multiplier
         train(model, private, 1)
     assert (first == [p.sensitivity for p in private.parts()]) == fixed
-    assert (
-        any(private.on_limit().values())
-        and private.on_limit().keys() == dict(private._context.parameters).keys()
-    )
+    assert any(private.on_limit().values()) and private.on_limit().keys() == dict(private._context.parameters).keys()
 
 
 @pytest.mark.parametrize("kind", ["spectral", "frobenius"])
@@ -143,9 +134,7 @@ def test_what_is_not_clipped_is_the_ordinary_gradient() -> None:
     outputs = model(x)
     assert private.backward(F.cross_entropy(outputs, y, reduction="none"), outputs)
     found = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-    expected = torch.autograd.grad(
-        F.cross_entropy(model(x), y, reduction="sum") / 8, list(model.parameters())
-    )
+    expected = torch.autograd.grad(F.cross_entropy(model(x), y, reduction="sum") / 8, list(model.parameters()))
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
@@ -154,9 +143,7 @@ def test_norms_for_the_clip_serve_the_bounds_too() -> None:
     """Measured once and scaled: never below those of the clipped weights, and next to nothing above."""
     for seed in range(5):
         torch.manual_seed(seed)
-        model = network(
-            nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3), nn.PReLU()
-        )
+        model = network(nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3), nn.PReLU())
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(3 * torch.rand(()))
@@ -347,9 +334,7 @@ def test_also_where_their_lengths_stay() -> None:
         clipper.sum_at_outputs(outputs.square().sum(1), outputs)
 
 
-def test_arithmetic_that_is_coarser_than_the_bounds_allow_for_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arithmetic_that_is_coarser_than_the_bounds_allow_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, private = run()
     train(model, private, 1)
     monkeypatch.setattr("clipwise.clipping.lipschitz.chosen_arithmetic", lambda device: TF32)
@@ -436,10 +421,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
     "no input norm": ({"input_norm": None}, "input_norm=None, but the model clips its inputs to 2"),
     "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a finite number that is greater than 0"),
-    "a policy": (
-        {"parts": RandomLayer()},
-        r"parts=RandomLayer\(\.\.\.\) chooses bounds for clipping gradients",
-    ),
+    "a policy": ({"parts": RandomLayer()}, r"parts=RandomLayer\(\.\.\.\) chooses bounds for clipping gradients"),
     "norm": ({"norm": "nuclear"}, "norm='nuclear'"),
     "split": ({"split": "fair"}, "split='fair'"),
     "loss": ({"loss": F.cross_entropy}, "BoundedLoss"),
@@ -479,16 +461,8 @@ BAD_STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "no outputs": (lambda m, x, loss, o: (loss,), StepError, "outputs=outputs"),
     "a penalty": (lambda m, x, loss, o: (loss + m[1].weight.norm(), o), StepError, r"'1\.weight'.*penalty"),
     "two passes": (lambda m, x, loss, o: (loss, m(x)), StepError, "another way than through outputs"),
-    "coupled": (
-        lambda m, x, loss, o: (loss - loss.mean() / 2, o),
-        CoupledExamplesError,
-        "outputs of another",
-    ),
-    "weighted by all": (
-        lambda m, x, loss, o: (loss * loss.sum(), o),
-        CoupledExamplesError,
-        "outputs of another",
-    ),
+    "coupled": (lambda m, x, loss, o: (loss - loss.mean() / 2, o), CoupledExamplesError, "outputs of another"),
+    "weighted by all": (lambda m, x, loss, o: (loss * loss.sum(), o), CoupledExamplesError, "outputs of another"),
     "hidden values": (lambda m, x, loss, o: (loss + m[:2](x).sum(1), o), StepError, "another way"),
     "scaled outputs": (lambda m, x, loss, o: ((3 * o).sum(1), 3 * o), UnsupportedModelError, "traced model"),
     "no tensor": (lambda m, x, loss, o: (loss, [o]), StepError, "outputs"),

@@ -35,9 +35,7 @@ def by_brute_force(parts: Sequence[Part]) -> float:
     return 1 / longest
 
 
-def with_sizes(
-    found: list[tuple[float, int]], alone: bool = False
-) -> tuple[list[Bound], dict[str, nn.Parameter]]:
+def with_sizes(found: list[tuple[float, int]], alone: bool = False) -> tuple[list[Bound], dict[str, nn.Parameter]]:
     bounds = [Bound(str(k), (str(k),), S, alone=alone) for k, (S, _) in enumerate(found)]
     return bounds, {str(k): nn.Parameter(torch.zeros(d)) for k, (_, d) in enumerate(found)}
 
@@ -45,9 +43,7 @@ def with_sizes(
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
 @pytest.mark.parametrize("split", ["optimal", "equal"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_has_the_multiplier_that_was_asked_for(
-    name: str, split: str, adjacency: Adjacency
-) -> None:
+def test_every_policy_has_the_multiplier_that_was_asked_for(name: str, split: str, adjacency: Adjacency) -> None:
     on, z = small_model(), 0.83
     clipper = PerExample(0.4, policy(name, public()), split).attach(site(on, adjacency))
     parts = noised_parts(clipper.bounds, trainable(on), z, split, clipper.divisor)
@@ -81,23 +77,17 @@ def test_weights_of_the_noise(found: list[tuple[float, int]], weights: list[floa
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"0": 1.0}, {"0": 1.0, "1": 1.0, "2": 1.0}, {"0": 1.0, "1": 0.0}, {"0": 1.0, "1": math.nan}],
-    ids=repr,
+    "split", [{"0": 1.0}, {"0": 1.0, "1": 1.0, "2": 1.0}, {"0": 1.0, "1": 0.0}, {"0": 1.0, "1": math.nan}], ids=repr
 )
 def test_weights_that_do_not_fit_the_parts_are_refused(split: Split) -> None:
     bounds, on = with_sizes([(1.0, 3), (2.0, 5)])
-    with pytest.raises(
-        ConfigurationError, match="split: give a positive number for each of the parts '0', '1'"
-    ):
+    with pytest.raises(ConfigurationError, match="split: give a positive number for each of the parts '0', '1'"):
         noised_parts(bounds, on, 1.0, split, 10.0)
 
 
 def test_what_is_no_split_is_refused() -> None:
     bounds, on = with_sizes([(1.0, 3), (2.0, 5)])
-    with pytest.raises(
-        ConfigurationError, match="split=None is not known: use one of 'optimal', 'equal', or give"
-    ):
+    with pytest.raises(ConfigurationError, match="split=None is not known: use one of 'optimal', 'equal', or give"):
         noised_parts(bounds, on, 1.0, None, 10.0)  # type: ignore[arg-type]
 
 
@@ -109,9 +99,7 @@ def test_weights_of_parts_that_a_unit_moves_alone_are_refused() -> None:
 
 @QUICK
 @given(sizes_of_parts, st.floats(1e-2, 1e2), st.lists(st.floats(0.3, 3), min_size=6, max_size=6))
-def test_the_optimal_split_has_the_least_noise(
-    found: list[tuple[float, int]], z: float, weights: list[float]
-) -> None:
+def test_the_optimal_split_has_the_least_noise(found: list[tuple[float, int]], z: float, weights: list[float]) -> None:
     """Of all splits by weights, which are all that there are at one multiplier."""
     bounds, on = with_sizes(found)
 

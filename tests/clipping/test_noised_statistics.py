@@ -233,9 +233,7 @@ def test_the_noise_of_each_part_by_a_formula_of_its_own(
     on = {f"g{k}": nn.Parameter(torch.zeros(d)) for k, (_, d) in enumerate(main)}
     parts = noised_parts(bounds, on, z, split, 10.0)
     assert z <= effective_multiplier(parts) <= z * (1 + 1e-9)
-    used = {
-        kind: sum((p.sensitivity / p.noise_std) ** 2 for p in parts if p.name[0] == kind) for kind in "gs"
-    }
+    used = {kind: sum((p.sensitivity / p.noise_std) ** 2 for p in parts if p.name[0] == kind) for kind in "gs"}
     assert used["s"] == pytest.approx(share / z**2, rel=1e-9)
     assert used["g"] == pytest.approx((1 - share) / z**2, rel=1e-9)
     stds = [p.noise_std for p in parts if p.name[0] == "s"]
@@ -251,9 +249,7 @@ def test_the_noise_of_each_part_by_a_formula_of_its_own(
 def test_weights_of_the_noise_are_for_the_parts_of_the_gradient() -> None:
     model = nn.Sequential(*network())
     parts = {"left": ["0", "1"], "right": ["3", "4", "5"]}
-    strategy = Batch(
-        1.0, parts=parts, split={"left": 1.0, "right": 2.0}, running_statistics=NoisedStatistics()
-    )
+    strategy = Batch(1.0, parts=parts, split={"left": 1.0, "right": 2.0}, running_statistics=NoisedStatistics())
     clipper = strategy.attach(site(model))
     found = noised_parts(clipper.bounds, trainable(model), 1.5, strategy.split, clipper.divisor)
     assert effective_multiplier(found) == pytest.approx(1.5, rel=1e-9)

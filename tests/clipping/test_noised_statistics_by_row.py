@@ -98,9 +98,7 @@ def test_pieces_of_a_batch_add_up_and_an_empty_one_adds_nothing() -> None:
     model, x, y = released(), images(6), labels(6)
     clipper = attached(model)
     whole = clipper.clipped_sum(losses_of(model, x, y))
-    pieces = [
-        clipper.clipped_sum(losses_of(model, x[s], y[s])) for s in (slice(0, 1), slice(1, 6), slice(6, 6))
-    ]
+    pieces = [clipper.clipped_sum(losses_of(model, x[s], y[s])) for s in (slice(0, 1), slice(1, 6), slice(6, 6))]
     for name, value in whole.items():
         torch.testing.assert_close(sum(p[name] for p in pieces), value, rtol=1e-5, atol=1e-9)
     assert not any(bool(v.any()) for v in pieces[2].values())
@@ -266,9 +264,7 @@ def test_views_and_other_layers_are_refused() -> None:
 @pytest.mark.parametrize("clipping", [PerExample(), Batch()], ids=repr)
 def test_layers_for_which_nothing_is_released_need_public_statistics(clipping: Strategy) -> None:
     model = small()
-    with pytest.raises(
-        ConfigurationError, match=r"has no statistics.*NoisedStatistics\(\).*recompute_statistics"
-    ):
+    with pytest.raises(ConfigurationError, match=r"has no statistics.*NoisedStatistics\(\).*recompute_statistics"):
         private_run(model, clipping=clipping)
     layers.recompute_statistics(model, [data().tensors[0]]).train()
     private_run(model, clipping=clipping)

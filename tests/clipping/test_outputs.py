@@ -25,9 +25,7 @@ KNOWN: dict[str, Loss] = {
 }
 UNKNOWN: dict[str, Loss] = {
     "along the batch": lambda o, y: F.nll_loss(F.log_softmax(o, 0), y, reduction="none"),
-    "along the batch, counted from the end": lambda o, y: F.nll_loss(
-        F.log_softmax(o, -2), y, reduction="none"
-    ),
+    "along the batch, counted from the end": lambda o, y: F.nll_loss(F.log_softmax(o, -2), y, reduction="none"),
     "a mean over the batch": lambda o, y: F.cross_entropy(o - o.mean(0), y, reduction="none"),
     "two ways": lambda o, y: F.cross_entropy(o, y, reduction="none") + o.sum(1),
     "an operation that is not in the list": lambda o, y: F.cross_entropy(o.tanh(), y, reduction="none"),

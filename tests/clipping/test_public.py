@@ -72,12 +72,7 @@ def test_data_that_cannot_be_measured_on_is_refused(data: Any, words: str) -> No
 def test_a_loss_must_be_a_function_with_one_loss_an_example() -> None:
     with pytest.raises(ConfigurationError, match="loss must be a function"):
         Public(BATCHES, None)  # type: ignore[arg-type]
-    for wrong in (
-        lambda model, x: model(x).sum(),
-        lambda model, x: model(x),
-        lambda model, x: x[:, 0],
-        lambda *_: 1,
-    ):
+    for wrong in (lambda model, x: model(x).sum(), lambda model, x: model(x), lambda model, x: x[:, 0], lambda *_: 1):
         data = Public(BATCHES, wrong)
         with pytest.raises(ConfigurationError, match="one loss an example"):
             data.losses(nn.Linear(4, 2).double(), BATCHES[0], torch.device("cpu"))
@@ -121,7 +116,5 @@ def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
 def test_a_list_of_records_is_told_to_be_taken_for_batches() -> None:
     records = [(x, torch.tensor(0)) for x in rows(3)]
     given = Public(records, lambda model, x, y: model(x).sum())
-    with pytest.raises(
-        ConfigurationError, match="taken for batches: if it is one of records, give a data set"
-    ):
+    with pytest.raises(ConfigurationError, match="taken for batches: if it is one of records, give a data set"):
         given.losses(nn.Linear(rows(1).shape[1], 2).to(rows(1).dtype), records[0], torch.device("cpu"))

@@ -112,8 +112,7 @@ def test_the_count_is_that_of_the_definition(number: int, mode: str, C: float, B
 def test_every_method_counts_the_same(method: str, parts: Any) -> None:
     on, x = model(), torch.randn(9, 4, dtype=torch.float64)
     found = [
-        attached(PerExample(quantile(), parts, method=m), on).clipped_sum(losses(on, (x,)))
-        for m in (method, "loop")
+        attached(PerExample(quantile(), parts, method=m), on).clipped_sum(losses(on, (x,))) for m in (method, "loop")
     ]
     counts = [{n: float(t) for n, t in total.items() if n.startswith("count of")} for total in found]
     assert counts[0] == pytest.approx(counts[1], abs=1e-9) and counts[0]
@@ -126,9 +125,7 @@ def test_copies_of_an_example_whose_norm_is_the_bound_move_nothing_else() -> Non
     norm = math.hypot(*(float(g.norm()) for g in truth.values()))
     for C in (norm * (1 + k * 2**-24) for k in range(-40, 41)):
         clipper = attached(PerExample(Quantile(initial=C)), on)
-        counts = [
-            float(clipper.clipped_sum(losses(on, (x.repeat(B, 1),)))["count of all"]) for B in (1, 2, 8, 9)
-        ]
+        counts = [float(clipper.clipped_sum(losses(on, (x.repeat(B, 1),)))["count of all"]) for B in (1, 2, 8, 9)]
         assert abs(counts[1] - counts[0]) <= 0.5 and abs(counts[3] - counts[2]) <= 0.5 * (1 + 1e-4)
 
 
@@ -172,9 +169,7 @@ def test_bounds_follow_the_norms(parts: Any) -> None:
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 @pytest.mark.parametrize("parts", PARTS, ids=repr)
 @pytest.mark.parametrize(("sampling", "S"), [("poisson", 0.5), ("fixed-size", 1.0)])
-def test_the_multiplier_is_the_one_that_was_asked_for(
-    parts: Any, split: str, sampling: str, S: float
-) -> None:
+def test_the_multiplier_is_the_one_that_was_asked_for(parts: Any, split: str, sampling: str, S: float) -> None:
     z = 0.9
     clipping = PerExample(quantile(count_noise=0.5), parts, split)
     on, private = private_run(clipping=clipping, sampling=sampling, noise_multiplier=z)
@@ -435,9 +430,7 @@ def test_another_bound_in_the_checkpoint_takes_a_fresh_key(tmp_path: Path) -> No
     ],
     ids=["target", "parts", "to fixed", "from fixed"],
 )
-def test_another_strategy_begins_anew_with_a_fresh_key(
-    tmp_path: Path, old: PerExample, new: PerExample
-) -> None:
+def test_another_strategy_begins_anew_with_a_fresh_key(tmp_path: Path, old: PerExample, new: PerExample) -> None:
     on, private = private_run(clipping=old, ledger=tmp_path / "run.ledger")
     train(on, private, 3)
     stop(tmp_path, on, private)
@@ -476,9 +469,7 @@ def test_no_noise_is_for_debugging() -> None:
 
 
 def test_a_budget_is_kept() -> None:
-    on, private = private_run(
-        clipping=PerExample(quantile(count_noise=1.0)), epsilon=3.0, delta=1e-5, epochs=2
-    )
+    on, private = private_run(clipping=PerExample(quantile(count_noise=1.0)), epsilon=3.0, delta=1e-5, epochs=2)
     train(on, private, 10)
     assert private.spent().epsilon <= 3.0
 
@@ -522,8 +513,6 @@ def test_parts_list_the_count() -> None:
 
 def test_settings_are_part_of_the_configuration() -> None:
     assert PerExample(Quantile()).describe() == PerExample(Quantile()).describe()
-    described = [
-        PerExample(q).describe() for q in (Quantile(), Quantile(target=0.4), Quantile(count_noise=1.0))
-    ]
+    described = [PerExample(q).describe() for q in (Quantile(), Quantile(target=0.4), Quantile(count_noise=1.0))]
     assert described[0] != described[1] and described[0] != described[2]
     assert all(json.loads(json.dumps(d)) == d for d in described)

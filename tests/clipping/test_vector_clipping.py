@@ -35,7 +35,5 @@ def test_each_has_its_own_length(most: int, monkeypatch: pytest.MonkeyPatch) -> 
     found = tensor_lengths(tensors)
     assert taken == [t.numel() for t in tensors if 0 < t.numel() < most]
     assert [t.dtype for t in found] == [torch.float64] * len(tensors)
-    assert torch.stack(found).tolist() == pytest.approx(
-        [float(t.double().norm()) for t in tensors], rel=1e-12
-    )
+    assert torch.stack(found).tolist() == pytest.approx([float(t.double().norm()) for t in tensors], rel=1e-12)
     assert tensor_lengths([]) == [] and bool(tensor_lengths([torch.tensor([1.0, torch.nan])])[0].isnan())

@@ -27,10 +27,7 @@ def test_the_table_of_strategies_names_each_of_them(page: Path) -> None:
         name
         for module in (backprop, batch, lipschitz, per_example)
         for name, value in vars(module).items()
-        if name in __all__
-        and isinstance(value, type)
-        and issubclass(value, Strategy)
-        and value is not Strategy
+        if name in __all__ and isinstance(value, type) and issubclass(value, Strategy) and value is not Strategy
     }
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert found == {"PerExample", "Batch", "Lipschitz", "Backprop"}
@@ -66,9 +63,7 @@ def test_commands_exist_with_their_options() -> None:
     """The `clipwise` commands in `bash` blocks, which are not run."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     blocks = [
-        b
-        for page in PAGES
-        for b in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        b for page in PAGES for b in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     ]
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("clipwise ")]
     assert lines

@@ -45,9 +45,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    entries = {
-        entry for page in (DOCS / "reference").glob("*.md") for entry in ENTRY.findall(page.read_text())
-    }
+    entries = {entry for page in (DOCS / "reference").glob("*.md") for entry in ENTRY.findall(page.read_text())}
     for name in clipwise.__all__:
         value = getattr(clipwise, name)
         if not hasattr(value, "__path__") and not hasattr(value, "__file__"):
@@ -62,7 +60,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     broken = [
         target
         for target in LINK.findall(page.read_text())
-        if not (page.parent / target).exists()
-        and (page.parent / target).resolve() != DOCS / "contributing.md"
+        if not (page.parent / target).exists() and (page.parent / target).resolve() != DOCS / "contributing.md"
     ]
     assert not broken

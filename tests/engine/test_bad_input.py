@@ -45,11 +45,7 @@ from tests.runs import (
 @contextmanager
 def refused(kind: type[Exception], *words: str, model: nn.Module, private: Private) -> Iterator[None]:
     """The error has this class and says these words; parameters, gradients and ledger stay as they were."""
-    before, position, history = (
-        parameters(model),
-        private._context.ledger.position,
-        private._context.ledger.history(),
-    )
+    before, position, history = (parameters(model), private._context.ledger.position, private._context.ledger.history())
     with pytest.raises(kind) as error:
         yield
     for word in words:
@@ -158,9 +154,7 @@ def test_batch_norm_in_training_mode() -> None:
 
 
 def test_batch_norm_without_statistics_mixes_examples_in_every_mode() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"Layer '1' \(BatchNorm1d\).*even in \.eval\(\).*GroupNorm"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"Layer '1' \(BatchNorm1d\).*even in \.eval\(\).*GroupNorm"):
         private_run(with_batch_norm(track_running_stats=False).eval())
 
 
@@ -170,23 +164,15 @@ def test_batch_norm_switched_to_training_later() -> None:
     train(model, private, 1)
     model.train()
     with refused(
-        UnsupportedModelError,
-        "Layer '1' (BatchNorm1d)",
-        "reset_running_stats()",
-        model=model,
-        private=private,
+        UnsupportedModelError, "Layer '1' (BatchNorm1d)", "reset_running_stats()", model=model, private=private
     ):
         train(model, private, 1)
 
 
 def test_instance_norm_that_keeps_statistics() -> None:
-    model = nn.Sequential(
-        nn.Unflatten(1, (1, FEATURES)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
-    )
+    model = nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten())
     model.append(nn.Linear(FEATURES, CLASSES))
-    with pytest.raises(
-        UnsupportedModelError, match=r"Layer '1' \(InstanceNorm1d\).*track_running_stats=False"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"Layer '1' \(InstanceNorm1d\).*track_running_stats=False"):
         private_run(model)
 
 
@@ -223,9 +209,7 @@ def test_a_model_that_learns_in_the_forward_pass(how: str) -> None:
     name = {"parameter": "0.scale", "frozen parameter": "0.center"}.get(how, "0.mean")
     batch = next(iter(private.loader))
     losses = losses_of(model, batch)
-    with refused(
-        UnsupportedModelError, repr(name), "forward pass", "public data", model=model, private=private
-    ):
+    with refused(UnsupportedModelError, repr(name), "forward pass", "public data", model=model, private=private):
         private.step(losses)
 
 
@@ -240,9 +224,7 @@ class PartlyUnused(nn.Module):
 
 def test_a_parameter_that_takes_no_part() -> None:
     model, private = private_run(PartlyUnused(), sampling="fixed-size")
-    with refused(
-        UnsupportedModelError, "'spare.weight'", "requires_grad_(False)", model=model, private=private
-    ):
+    with refused(UnsupportedModelError, "'spare.weight'", "requires_grad_(False)", model=model, private=private):
         train(model, private, 1)
     assert not gradients(model)
     model.spare.requires_grad_(False)
@@ -301,9 +283,7 @@ def test_a_gradient_that_was_changed_after_the_update() -> None:
 def test_an_optimizer_with_foreign_parameters() -> None:
     model, other = network(), network()
     both = torch.optim.SGD([{"params": model.parameters()}, {"params": other.parameters()}], lr=0.1)
-    with pytest.raises(
-        ConfigurationError, match=r"optimizer holds a parameter .*group 1.*build the optimizer from"
-    ):
+    with pytest.raises(ConfigurationError, match=r"optimizer holds a parameter .*group 1.*build the optimizer from"):
         private_run(model, both)
 
 
@@ -330,9 +310,7 @@ def test_requires_grad_changed_later(name: str) -> None:
     train(model, private, 1)
     p = model.get_parameter(name)
     p.requires_grad_(not p.requires_grad)
-    with refused(
-        StepError, repr(name), "requires_grad", "make a new private run", model=model, private=private
-    ):
+    with refused(StepError, repr(name), "requires_grad", "make a new private run", model=model, private=private):
         train(model, private, 1)
 
 
@@ -401,10 +379,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "half a step": ({"steps": 2.5}, ("steps", "whole number")),
     "no steps": ({"steps": 0}, ("steps", "positive")),
     "unknown sampling": ({"sampling": "bernoulli"}, ("sampling='bernoulli'", "'poisson'", "'shuffled'")),
-    "unknown adjacency": (
-        {"adjacency": "neighbours"},
-        ("adjacency='neighbours'", "'zero-out'", "'replace-one'"),
-    ),
+    "unknown adjacency": ({"adjacency": "neighbours"}, ("adjacency='neighbours'", "'zero-out'", "'replace-one'")),
     "a secret size": ({"adjacency": "add-remove"}, ("adjacency='add-remove'", "size", "'zero-out'")),
     "a limit for the wrong scheme": ({"max_batch_size": 20}, ("max_batch_size", "'truncated-poisson'")),
     "a limit below the mean": (
@@ -432,10 +407,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"clipping": PerExample(1.0, parts=[["0", "2"], ["2.bias"]])},
         ("'2.bias'", "exactly one"),
     ),
-    "norms of other parts": (
-        {"clipping": PerExample({"0": 1.0, "1": 1.0}, parts="layer")},
-        ("max_norm", "'0', '2'"),
-    ),
+    "norms of other parts": ({"clipping": PerExample({"0": 1.0, "1": 1.0}, parts="layer")}, ("max_norm", "'0', '2'")),
     "no module": ({"model": lambda x: x}, ("model", "torch.nn.Module")),
     "no optimizer": ({"optimizer": 0.1}, ("optimizer", "torch.optim.Optimizer")),
 }
@@ -511,9 +483,7 @@ def test_paths_where_nothing_can_be_written(tmp_path: Path) -> None:
     """At once, and not after the training."""
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "x", tmp_path):
-        with pytest.raises(
-            ConfigurationError, match=r"resume_file: .* cannot be written .*: give another path"
-        ):
+        with pytest.raises(ConfigurationError, match=r"resume_file: .* cannot be written .*: give another path"):
             private_run(resume_file=path)
         with pytest.raises(LedgerError, match="as a ledger"):
             private_run(ledger=path)
@@ -529,10 +499,7 @@ def test_columns_that_are_no_data_set() -> None:
 def test_a_limit_that_would_cut_users() -> None:
     with pytest.raises(ConfigurationError, match=r"leave it out\. With group= the records of each user"):
         private_run(
-            group=[k // 4 for k in range(SIZE)],
-            batch_size=5,
-            clipping=Batch(max_norm=1.0),
-            max_physical_batch_size=2,
+            group=[k // 4 for k in range(SIZE)], batch_size=5, clipping=Batch(max_norm=1.0), max_physical_batch_size=2
         )
 
 

@@ -41,9 +41,7 @@ class Place:
 
     def begin(self, kind: str = "sgd", lr: float = 0.3, **options: Any) -> tuple[nn.Module, Private]:
         model = network(seed=options.pop("model_seed", 0))
-        optimizer = (
-            sgd(model, lr=lr, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=lr)
-        )
+        optimizer = sgd(model, lr=lr, momentum=0.9) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=lr)
         return private_run(model, optimizer, **{"ledger": self.ledger, **options})
 
     def save(self, model: nn.Module, private: Private) -> None:
@@ -496,12 +494,7 @@ def test_a_file_that_is_no_checkpoint(place: Place, capsys: pytest.CaptureFixtur
     stopped(place)
     good = place.checkpoint.read_bytes()
     spoiled: list[bytes] = [good[: len(good) * k // 7] for k in range(7)]
-    spoiled += [
-        b"no checkpoint at all",
-        os.urandom(1000),
-        pickle.dumps(Evil(), protocol=2),
-        serialized([1, 2, 3]),
-    ]
+    spoiled += [b"no checkpoint at all", os.urandom(1000), pickle.dumps(Evil(), protocol=2), serialized([1, 2, 3])]
     for content in spoiled:
         place.checkpoint.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"run\.pt"):

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import (
-    Backprop,
-    Batch,
-    Lipschitz,
-    PerExample,
-    Private,
-    Quantile,
-    Sparse,
-    make_private,
-)
+from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, Quantile, Sparse, make_private
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.real_views import complex_view, dimension, real_view
@@ -51,9 +42,7 @@ class Mixed(nn.Module):
 def run(clipping: Strategy | None = None, model: nn.Module | None = None, **options: Any) -> Private:
     model = model or Mixed()
     options = {"noise_multiplier": 1.0, "batch_size": 4, "seed": 1} | options
-    return make_private(
-        model, torch.optim.Adam(model.parameters(), lr=0.1), ROWS, clipping=clipping, **options
-    )
+    return make_private(model, torch.optim.Adam(model.parameters(), lr=0.1), ROWS, clipping=clipping, **options)
 
 
 def trained(private: Private) -> nn.Module:
@@ -115,8 +104,7 @@ def test_sensitivities_and_noise_are_those_of_the_pairs(split: str, noise: str) 
     if noise == "secure":
         pytest.importorskip("cryptography")
     found, expected = (
-        run(PerExample(parts="layer", split=split), Mixed(pairs), noise=noise).parts()
-        for pairs in (False, True)
+        run(PerExample(parts="layer", split=split), Mixed(pairs), noise=noise).parts() for pairs in (False, True)
     )
     assert found == expected
 

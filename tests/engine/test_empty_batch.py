@@ -34,10 +34,7 @@ def options_of(kind: str) -> dict[str, Any]:
         inner = nn.Sequential(layers.ClipInput(1.0), *inner)
         return {"model": inner, "clipping": Lipschitz(1.0, input_norm=1.0)}
     if kind == "backprop":
-        return {
-            "model": layers.clip_inputs(inner, input_norm=1.0, grad_norm=1.0),
-            "clipping": Backprop(),
-        }
+        return {"model": layers.clip_inputs(inner, input_norm=1.0, grad_norm=1.0), "clipping": Backprop()}
     model = Reshapes(inner)
     strategies: dict[str, dict[str, Any]] = {
         "per example": {"clipping": PerExample()},

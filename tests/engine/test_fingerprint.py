@@ -33,12 +33,7 @@ def test_values_and_layers_show_in_the_digest_of_a_model() -> None:
 
 
 def test_settings_show_in_the_digest_of_a_configuration() -> None:
-    runs = [
-        private_run(),
-        private_run(),
-        private_run(noise_multiplier=1.5),
-        private_run(clipping=PerExample(2.0)),
-    ]
+    runs = [private_run(), private_run(), private_run(noise_multiplier=1.5), private_run(clipping=PerExample(2.0))]
     for momentum in (0.5, 0.9):
         model = network()
         runs.append(private_run(model, sgd(model, momentum=momentum)))

@@ -60,12 +60,7 @@ def test_a_step_without_noise_is_the_clipped_sum_over_a_constant(scheme: str, me
     model = network(torch.float64)
     dataset = data(dtype=torch.float64)
     _, private = private_run(
-        model,
-        sgd(model),
-        dataset,
-        noise_multiplier=0,
-        clipping=PerExample(0.7, method=method),
-        **SCHEMES[scheme],
+        model, sgd(model), dataset, noise_multiplier=0, clipping=PerExample(0.7, method=method), **SCHEMES[scheme]
     )
     expected_size = {"shuffled": SIZE / 6, "full": SIZE}.get(scheme, 8)
     for batch in private.loader:
@@ -80,9 +75,7 @@ def test_a_step_without_noise_is_the_clipped_sum_over_a_constant(scheme: str, me
 
 def test_clipping_by_layer_bounds_each_layer() -> None:
     model, dataset = network(torch.float64), data(dtype=torch.float64)
-    _, private = private_run(
-        model, None, dataset, noise_multiplier=0, clipping=PerExample(0.7, parts="layer")
-    )
+    _, private = private_run(model, None, dataset, noise_multiplier=0, clipping=PerExample(0.7, parts="layer"))
     indices = first_step(model, private, backward_only=True)
     norms = {tuple(names): 0.7 / math.sqrt(2) for names in LAYERS.values()}
     total = clipped_sum_by_hand(model, dataset, indices, norms)
@@ -95,15 +88,12 @@ def wide_network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-def noise_of_a_step(
-    model: nn.Module, private: Private, norms: dict[tuple[str, ...], float]
-) -> dict[str, Tensor]:
+def noise_of_a_step(model: nn.Module, private: Private, norms: dict[tuple[str, ...], float]) -> dict[str, Tensor]:
     """grad * L - clipped sum, for one step."""
     indices = first_step(model, private, backward_only=True)
     total = clipped_sum_by_hand(model, private._context.plan.dataset, indices, norms)
     return {
-        name: g.double() * private._context.scheme.expected_size - total[name]
-        for name, g in gradients(model).items()
+        name: g.double() * private._context.scheme.expected_size - total[name] for name, g in gradients(model).items()
     }
 
 
@@ -255,16 +245,10 @@ def marks(model: nn.Module) -> list[Any]:
     """All hooks and attributes that could be left on a model."""
     found: list[Any] = [list(model.state_dict())]
     for name, module in model.named_modules():
-        hooks = {
-            key: len(value)
-            for key, value in vars(module).items()
-            if "hook" in key and hasattr(value, "__len__")
-        }
+        hooks = {key: len(value) for key, value in vars(module).items() if "hook" in key and hasattr(value, "__len__")}
         found.append((name, type(module), sorted(vars(module)), sorted(hooks.items())))
     for name, p in model.named_parameters():
-        found.append(
-            (name, type(p), vars(p), p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-        )
+        found.append((name, type(p), vars(p), p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)))
     return found
 
 
@@ -436,9 +420,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
     results = []
     for _ in range(2):
         model = network()
-        _, private = private_run(
-            model, torch.optim.AdamW(model.parameters()), seed=11, max_physical_batch_size=3
-        )
+        _, private = private_run(model, torch.optim.AdamW(model.parameters()), seed=11, max_physical_batch_size=3)
         train(model, private, 7)
         results.append(parameters(model))
     assert same(*results)
@@ -493,12 +475,7 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(mechanism, "gaussian_in_pieces", noise)
     monkeypatch.setattr(crash_points, "reached", lambda point: order.append(f"{point} {shown()}"))
     first_step(model, private)
-    assert order == [
-        "charge hidden",
-        "noise hidden 1",
-        "step.before-grad hidden",
-        "step.before-update shown",
-    ]
+    assert order == ["charge hidden", "noise hidden 1", "step.before-grad hidden", "step.before-update shown"]
 
 
 def test_nothing_is_released_if_it_cannot_be_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,9 +578,7 @@ def test_without_noise_epsilon_is_infinite() -> None:
 # The size drawn is secret
 
 
-def test_the_size_drawn_appears_nowhere(
-    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_drawn_appears_nowhere(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is written or shown is the same, whatever was drawn."""
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)  # the id of the run
     written = []
@@ -615,23 +590,14 @@ def test_the_size_drawn_appears_nowhere(
         for batch in private.loader.pieces():
             shown.append(repr(private.loader))
             losses = losses_of(model, batch)
-            for wrong in (
-                losses.sum(),
-                losses[:, None],
-                torch.cat([losses, losses.new_zeros(1)]),
-                losses.detach(),
-            ):
+            for wrong in (losses.sum(), losses[:, None], torch.cat([losses, losses.new_zeros(1)]), losses.detach()):
                 with pytest.raises(StepError) as error:
                     private.step(wrong)
                 shown.append(str(error.value))
             if private.step(losses):
                 shown.append(str(private.statement()) + repr(private.statement().to_dict()))
                 break
-        state = {
-            **private.state_dict(),
-            "optimizer": None,
-            "weights": None,
-        }  # these follow from what was released
+        state = {**private.state_dict(), "optimizer": None, "weights": None}  # these follow from what was released
         private.close()
         with pytest.raises(StepError) as error:
             private.step(losses)

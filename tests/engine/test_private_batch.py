@@ -54,9 +54,7 @@ USERS = [i % 7 for i in range(SIZE)]
 def normalized(keep: bool = False) -> nn.Sequential:
     """A network with batch norm; with its running statistics if `keep`."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)
-    )
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
     return model if keep else layers.without_running_statistics(model)  # type: ignore[return-value]
 
 
@@ -327,9 +325,7 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_fail_on_one_record_are_refused_before_the_first_step(training: bool) -> None:
     """torch's error would come in the middle of a run, and would reveal the realised batch size."""
-    plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(
-        training
-    )
+    plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(training)
     with pytest.raises(UnsupportedModelError, match=r"Layer '1'.*one record.*without_running_statistics"):
         private_run(plain, clipping=Batch())
     private_run(layers.without_running_statistics(plain), clipping=Batch())
@@ -466,9 +462,7 @@ def test_the_unit_is_the_user_everywhere(tmp_path: Path) -> None:
     from_file = statement.of_ledger(tmp_path / "run.ledger")
     assert from_file.dataset_size == 7 and "one user, 7 of them" in str(from_file)
     for shown in (text, state, (tmp_path / "run.ledger").read_text(), repr(private.loader)):
-        assert not re.search(
-            rf"\b({records}|{records // 7}|{records // 7 + 1})\b", shown
-        )  # that is not public
+        assert not re.search(rf"\b({records}|{records // 7}|{records // 7 + 1})\b", shown)  # that is not public
 
 
 def test_replacing_a_user_counts_twice() -> None:
@@ -549,9 +543,7 @@ def test_step_and_step_sets_refuse_each_other() -> None:
 
 def test_an_empty_batch_makes_no_local_update() -> None:
     called = []
-    model, private = private_run(
-        clipping=Batch(1.0, 2, local_update=lambda m, s: called.append(1)), sample_rate=1e-9
-    )
+    model, private = private_run(clipping=Batch(1.0, 2, local_update=lambda m, s: called.append(1)), sample_rate=1e-9)
     for batch in private.loader.pieces():
         if private.step_sets(batch):
             break

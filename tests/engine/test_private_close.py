@@ -148,9 +148,7 @@ def failing_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "gaussian", gaussian)
 
 
-def test_a_release_that_fails_is_counted_and_not_called_exact(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_fails_is_counted_and_not_called_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, private = private_run(ledger=path)
     train(model, private, 2)
     assert private.statement().exact

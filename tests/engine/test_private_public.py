@@ -107,9 +107,7 @@ UNCOUNTED: list[Optimizers] = [
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where contents are not looked at, since that would wait for the device."""
-    monkeypatch.setattr(
-        "clipwise.validation.tensor_changes.Changes.may_have_changed", lambda self: self.was_counted()
-    )
+    monkeypatch.setattr("clipwise.validation.tensor_changes.Changes.may_have_changed", lambda self: self.was_counted())
 
 
 def with_fresh_statistics(model: nn.Module, x: Tensor) -> Tensor:
@@ -145,9 +143,7 @@ def test_one_public_pass_a_step(kind: str) -> None:
     passes = []
     collect = PublicStatistics.collect
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            PublicStatistics, "collect", lambda *given: (passes.append(given[1]), collect(*given))[1]
-        )
+        patched.setattr(PublicStatistics, "collect", lambda *given: (passes.append(given[1]), collect(*given))[1])
         for _ in range(3):
             for batch in private.loader:
                 private.step(losses_of(model, *batch))

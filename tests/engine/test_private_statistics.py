@@ -26,9 +26,7 @@ USERS = [i % 7 for i in range(40)]
 
 def normalized() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)
-    )
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
     layers.without_running_statistics(model)
     return model
 
@@ -90,9 +88,7 @@ def test_buffers_change_once_a_release_and_evaluation_uses_them() -> None:
     model.train()
     train(model, private, 3)
     assert int(layer.num_batches_tracked) == 4
-    plain = nn.Sequential(
-        nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)
-    )
+    plain = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
     plain.load_state_dict(model.state_dict())  # what is exported is an ordinary batch norm
     torch.testing.assert_close(plain.eval()(x), model.eval()(x))
 
@@ -131,11 +127,7 @@ def test_the_statement_and_the_ledger_name_them(tmp_path: Path) -> None:
     assert "and the clipped statistics of 1 batch norm layer with noise multiplier" in text
     assert "noised statistics of batch norm layers" in text
     assert "statistics of 1: 1" in text and "counts" not in text.split("accountant")[0].split("releases")[1]
-    assert found.to_dict()["strategy"]["running_statistics"] == {
-        "max_norm": 0.5,
-        "momentum": 0.2,
-        "share": 0.25,
-    }
+    assert found.to_dict()["strategy"]["running_statistics"] == {"max_norm": 0.5, "momentum": 0.2, "share": 0.25}
     private.close()
     read = statement.of_ledger(tmp_path / "run.ledger", 1e-5)
     assert [p.name for p in read.about.parts or ()] == ["all", "statistics of 1"]

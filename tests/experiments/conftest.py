@@ -34,12 +34,7 @@ def fake(monkeypatch):
         if setting.parts == "zhang":
             raise ValueError("no such thing\nand more")
         best = setting.noise_rate == second
-        return {
-            "accuracy": 0.5 + 0.2 * best + 0.1 * seed,
-            "epsilon": 2.0,
-            "seconds": 0.1,
-            "adjacency": "zero-out",
-        }
+        return {"accuracy": 0.5 + 0.2 * best + 0.1 * seed, "epsilon": 2.0, "seconds": 0.1, "adjacency": "zero-out"}
 
     monkeypatch.setattr(training, "train", train)
     return made

@@ -110,11 +110,7 @@ def test_it_runs(folder, monkeypatch):
     assert len(asked) == 4 and all(k.get("seed") is None for k in asked)
     assert str(folder) not in (out / "results.json").read_text()
     lines = (out / "results.md").read_text().splitlines()
-    assert [line.split("|")[1].split(",")[0].strip() for line in lines[-3:]] == [
-        "none",
-        "epsilon 3",
-        "epsilon 8",
-    ]
+    assert [line.split("|")[1].split(",")[0].strip() for line in lines[-3:]] == ["none", "epsilon 3", "epsilon 8"]
 
 
 def test_a_missing_file_is_named(tmp_path, capsys):

@@ -167,9 +167,7 @@ def _on_a_small_disk(plan: Plan, files: Files) -> Run:
     crash_points.reached = make_visible(files)
 
     class Small(io.FileIO):
-        free = 1200 + int(
-            100 * plan.turn * plan.share
-        )  # header, description and the first events take about 1,200
+        free = 1200 + int(100 * plan.turn * plan.share)  # header, description and the first events take about 1,200
 
         def write(self, data: Any) -> int:
             if len(data) <= self.free:

@@ -34,9 +34,7 @@ EXPECTED = (ClipwiseError, KeyboardInterrupt, OSError, torch.OutOfMemoryError)
 class Run:
     """A model, its private run, and the log file."""
 
-    def __init__(
-        self, plan: Plan, files: Files, *, join: bool = False, dataset: Dataset[Any] | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, files: Files, *, join: bool = False, dataset: Dataset[Any] | None = None) -> None:
         self.plan, self.files = plan, files
         torch.manual_seed(0)
         self.model = nn.Linear(FEATURES, CLASSES)

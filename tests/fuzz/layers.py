@@ -133,9 +133,7 @@ class TransposedConvolution(AnyConvolution):
         options = self.options(size)
         if self.sometimes("transposed convolution output padding", 0.7):
             options["stride"], options["output_padding"] = 2, 1
-        kernel = tuple(
-            3 if options["padding"] else self.dice.randint(1, 3) for _ in size
-        )  # or nothing is left
+        kernel = tuple(3 if options["padding"] else self.dice.randint(1, 3) for _ in size)  # or nothing is left
         kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[self.axes - 1]
         self.layer = kind(self.channels, self.made, kernel, **options)
 
@@ -248,9 +246,7 @@ class Recurrent(Block):
         if self.start is None:
             return None
         mean_B = h.mean((1, 2))
-        states = tuple(
-            (mean_B[None, :, None] + k).expand(n, -1, w).sin() for k, (n, w) in enumerate(self.start)
-        )
+        states = tuple((mean_B[None, :, None] + k).expand(n, -1, w).sin() for k, (n, w) in enumerate(self.start))
         return states if self.kind is nn.LSTM else states[0]
 
     def forward(self, h: Tensor) -> Tensor:
@@ -386,9 +382,7 @@ class Bilinear(Block):
 
     def build(self, shape: Shape) -> None:
         width = self.dice.randint(1, 3)
-        self.layer = nn.Bilinear(
-            shape.width, shape.width, width, bias=not self.sometimes("bilinear no bias", 0.7)
-        )
+        self.layer = nn.Bilinear(shape.width, shape.width, width, bias=not self.sometimes("bilinear no bias", 0.7))
         self.out = Shape(shape.length, width)
 
     def forward(self, h: Tensor) -> Tensor:

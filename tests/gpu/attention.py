@@ -44,9 +44,7 @@ class Block(nn.Module):
         self.heads, self.across = heads, across
         self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         # One projection for queries, keys and values; or three, where query rows can be pure rounding error.
-        self.into = nn.ModuleList(
-            nn.Linear(width, width if apart else 3 * width) for _ in range(3 if apart else 1)
-        )
+        self.into = nn.ModuleList(nn.Linear(width, width if apart else 3 * width) for _ in range(3 if apart else 1))
         self.out, self.up, self.down = (
             nn.Linear(width, width),
             nn.Linear(width, 2 * width),
@@ -124,9 +122,7 @@ def has_gradients(model: nn.Module, ids: Tensor, kernel: str, arithmetic: str) -
     """Whether examples are separated at every use."""
     losses = losses_of(model, ids, kernel, arithmetic)
     try:
-        found = per_example_gradients(
-            losses, dict(model.named_parameters()), Memory(), "reweight"
-        ).squared_norms()
+        found = per_example_gradients(losses, dict(model.named_parameters()), Memory(), "reweight").squared_norms()
     except CoupledExamplesError as refusal:
         print(str(refusal)[:150], flush=True)
         return False
@@ -151,9 +147,7 @@ def accepted() -> Verdicts:
                     ids = batch(positions, examples, seed)
                     yield f"{what}: the probe", not probe_refuses(model, ids, kernel, arithmetic)
                     losses = losses_of(model, ids, kernel, arithmetic)
-                    found = per_example_gradients(
-                        losses, dict(model.named_parameters()), Memory(), "reweight"
-                    )
+                    found = per_example_gradients(losses, dict(model.named_parameters()), Memory(), "reweight")
                     yield f"{what}: uses", bool(torch.isfinite(sum(found.squared_norms().values())).all())
 
 
@@ -204,7 +198,5 @@ def published() -> Verdicts:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=UserWarning)
-    checks = [
-        check for check in (published, exact, accepted, refused) if check.__name__ in (sys.argv[1:] or ALL)
-    ]
+    checks = [check for check in (published, exact, accepted, refused) if check.__name__ in (sys.argv[1:] or ALL)]
     sys.exit(1 if sum(failures_of([check]) for check in checks) else 0)  # sequential, to show progress

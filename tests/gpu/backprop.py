@@ -71,16 +71,7 @@ def at_the_device(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
                 )
 
 
-SHAPES = [
-    (3, 5, 7),
-    (2, 70, 3),
-    (64, 33, 1),
-    (1, 3, 3000),
-    (300, 1, 130),
-    (5, 4, 64),
-    (2, 32, 70_000),
-    (9, 1024, 1),
-]
+SHAPES = [(3, 5, 7), (2, 70, 3), (64, 33, 1), (1, 3, 3000), (300, 1, 130), (5, 4, 64), (2, 32, 70_000), (9, 1024, 1)]
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda t: t.contiguous(),
     "channels last": lambda t: t.mT.contiguous().mT,
@@ -130,26 +121,17 @@ def _of_kernels(
             yield f"factors, {name}", a, gradient_factors_in_torch(own, 0.7, most, LIMITS)
     square = exact.square().sum((1, 2))
     of_input = input_factors(square.to(device), 3.0, LIMITS)
-    for name, a, b in zip(
-        ("norm", "scale"), of_input, input_factors_in_torch(square, 3.0, LIMITS), strict=True
-    ):
+    for name, a, b in zip(("norm", "scale"), of_input, input_factors_in_torch(square, 3.0, LIMITS), strict=True):
         yield f"factors, {name}", a, b
     rows = there.clone()
     rows[factor_there == 0] = math.nan
     yield "scaled", scaled.scaled(rows, factor_there, put(bias)), scaled.scaled_in_torch(exact, factor, bias)
-    yield (
-        "scaled in place",
-        scaled.scaled(rows, factor_there, out=rows),
-        scaled.scaled_in_torch(exact, factor),
-    )
+    yield ("scaled in place", scaled.scaled(rows, factor_there, out=rows), scaled.scaled_in_torch(exact, factor))
     norm, nu = square.sqrt(), factor + 0.5
     dx = put(other)
     tangent.to_tangent_(dx, there, norm.to(device), factor_there, nu.to(device))
     yield "tangent", dx, tangent.to_tangent_in_torch_(other.clone(), exact, norm, factor, nu)
-    a, b = (
-        weighted.weighted_sum(there[..., 0], factor_there),
-        weighted.weighted_sum_in_torch(exact[..., 0], factor),
-    )
+    a, b = (weighted.weighted_sum(there[..., 0], factor_there), weighted.weighted_sum_in_torch(exact[..., 0], factor))
     yield "weighted", a, b
 
 
@@ -179,8 +161,7 @@ def _not_finite(name: str, mode: str, bound: str, where: str, device: torch.devi
         moved = [_laid(t.float().to(device), layout) for t in (x, g)]
         found = _with_input(there, *moved)
         errors = [
-            float((a.cpu().double() - b).norm() / (b.norm() + 1e-6))
-            for a, b in zip(found, expected, strict=True)
+            float((a.cpu().double() - b).norm() / (b.norm() + 1e-6)) for a, b in zip(found, expected, strict=True)
         ]
         what = f"{name}, {mode}, {bound}, {layout}, not finite {where}: off by {max(errors):.1e}"
         yield what, all(e < 1e-3 for e in errors)  # false for NaN
@@ -219,9 +200,7 @@ def blank_places(device: torch.device, arithmetic: Arithmetic) -> Verdicts:
         x[..., 16:] = 0
         g = 1e6 * torch.randn(examples, channels, 32, 32, generator=random)
         g[..., : 16 + kernel // 2] = 0
-        for searches, layout in itertools.product(
-            (False, True), (torch.contiguous_format, torch.channels_last)
-        ):
+        for searches, layout in itertools.product((False, True), (torch.contiguous_format, torch.channels_last)):
             moved = [t.to(device, memory_format=layout) for t in (x, g)]
             with torch.backends.cudnn.flags(benchmark=searches), arithmetic.products():
                 (found,) = sums(model.to(memory_format=layout), *moved)
@@ -237,9 +216,7 @@ def without_waiting(device: torch.device) -> Verdicts:
     """Forward and backward of a clipped network do not synchronize with the device."""
     if device.type != "cuda":
         return
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)).to(
-        device
-    )
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)).to(device)
     model = clip_inputs(model, input_norm=1.0, grad_norm=0.1, bound="gradient")
     x = torch.randn(8, 1, 8, 8, device=device)
     model(x).sum().backward()

@@ -72,9 +72,7 @@ class Language(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         B, T = ids.shape
         x = self.table(ids) + self.places(torch.arange(T, device=ids.device))
-        q, k, v = (
-            t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1)
-        )
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x)).chunk(3, -1))
         heard = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.out(heard)
         x = x + self.down(F.gelu(self.up(self.norms[1](x))))
@@ -159,8 +157,7 @@ def records(name: str) -> TensorDataset:
         x = torch.randint(0, VOCABULARY, (SIZE, *shape), generator=random)
         return TensorDataset(x, x.roll(-1, 1))
     return TensorDataset(
-        torch.randn(SIZE, *shape, generator=random) * 2,
-        torch.randint(0, CLASSES, (SIZE,), generator=random),
+        torch.randn(SIZE, *shape, generator=random) * 2, torch.randint(0, CLASSES, (SIZE,), generator=random)
     )
 
 
@@ -199,9 +196,7 @@ def recorded(act: Callable[[], Any], device: torch.device, warm: bool = True) ->
     return Recorded(act)
 
 
-def go(
-    private: Private, step: Callable[..., bool], updates: int, after: Callable[[], object] | None = None
-) -> None:
+def go(private: Private, step: Callable[..., bool], updates: int, after: Callable[[], object] | None = None) -> None:
     """Makes so many updates, in as many epochs as needed."""
     while updates > 0:
         for batch in private.loader.pieces():
@@ -247,8 +242,7 @@ def difference(name: str, **options: Any) -> tuple[float, CompiledStep]:
     (model, step), (expected, _) = (run(name, is_compiled, **options) for is_compiled in (True, False))
     assert step is not None
     ours, theirs, start = (
-        torch.cat([p.detach().double().flatten() for p in m.parameters()])
-        for m in (model, expected, build(name))
+        torch.cat([p.detach().double().flatten() for p in m.parameters()]) for m in (model, expected, build(name))
     )
     return float((ours - theirs).norm() / (theirs - start).norm()), step
 
@@ -282,9 +276,7 @@ def check_sizes() -> Verdicts:
     for sampling in ("fixed-size", "shuffled"):
         yield from compared(sampling, "perceptron", sampling=sampling)
     yield from compared("rare and empty draws", "perceptron", batch_size=2)
-    yield from compared(
-        "parts", "convolutional", clipping=PerExample(1.0, parts="layer", method="bookkeeping")
-    )
+    yield from compared("parts", "convolutional", clipping=PerExample(1.0, parts="layer", method="bookkeeping"))
     yield from compared("two passes", "perceptron", clipping=PerExample(1.0, method="reweight"))
 
 
@@ -299,9 +291,7 @@ def check_optimizers() -> Verdicts:
         for scheduled in (False, True):
             what = f"{name}, scheduled {scheduled}"
             kept = name == "RMSprop" or scheduled or (name == "Adam" and REHEARSED)
-            yield from compared(
-                what, "perceptron", updates_too=not kept, optimizer=optimizer, scheduled=scheduled
-            )
+            yield from compared(what, "perceptron", updates_too=not kept, optimizer=optimizer, scheduled=scheduled)
 
 
 def check_not_finite() -> Verdicts:
@@ -338,9 +328,7 @@ def check_lasting() -> Verdicts:
     with mock.patch.object(compiled, "_LASTING", 7):
         for name, of in (("convolutional", "example"), ("coupled", "mini-set")):
             public = Public(
-                records(name),
-                lambda model, *batch: loss_with(model)(*(t.to(DEVICE) for t in batch)),
-                name="others",
+                records(name), lambda model, *batch: loss_with(model)(*(t.to(DEVICE) for t in batch)), name="others"
             )
             size = {"mini_set_size": 8} if of == "mini-set" else {}
             parts = Adaptive(public, groups="tensor", of=of, every=7, **size)
@@ -350,11 +338,7 @@ def check_lasting() -> Verdicts:
             ):
                 clipping = (Batch if of == "mini-set" else PerExample)(**options)
                 yield from compared(
-                    f"lasting, {name}, {what}",
-                    name,
-                    updates_too=False,
-                    sampling="fixed-size",
-                    clipping=clipping,
+                    f"lasting, {name}, {what}", name, updates_too=False, sampling="fixed-size", clipping=clipping
                 )
 
 
@@ -404,9 +388,7 @@ def check_noise() -> Verdicts:
         private,
         step,
         8,
-        lambda: draws.append(
-            torch.cat([p.grad.double().flatten() for p in parameters]) * BATCH / part.noise_std
-        ),
+        lambda: draws.append(torch.cat([p.grad.double().flatten() for p in parameters]) * BATCH / part.noise_std),
     )
     noise_SN = torch.stack(draws)
     S, N = noise_SN.shape
@@ -511,13 +493,9 @@ def check_resumed() -> Verdicts:
     for is_compiled in (True, False):
         model = build("perceptron")
         optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        private = make_private(
-            model, optimizer, records("perceptron"), sampling="full", noise_multiplier=0, seed=1
-        )
+        private = make_private(model, optimizer, records("perceptron"), sampling="full", noise_multiplier=0, seed=1)
         loss = loss_with(model)
-        step: Callable[..., bool] = (
-            private.compiled(loss) if is_compiled else lambda *b: private.step(loss(*b))
-        )
+        step: Callable[..., bool] = private.compiled(loss) if is_compiled else lambda *b: private.step(loss(*b))
         go(private, step, 9)
         state = copy.deepcopy(optimizer.state_dict())
         go(private, step, 3)

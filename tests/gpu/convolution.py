@@ -44,15 +44,7 @@ LAYERS = [
 ]
 ODD = [(5, 20, 13, 3, 2), (17, 33, 9, 5, 1)]
 # (channels of the output, columns, positions) of a tile
-TILES = [
-    (64, 64, 32),
-    (64, 64, 64),
-    (64, 128, 32),
-    (128, 64, 32),
-    (128, 64, 64),
-    (128, 128, 32),
-    (128, 128, 64),
-]
+TILES = [(64, 64, 32), (64, 64, 64), (64, 128, 32), (128, 64, 32), (128, 64, 64), (128, 128, 32), (128, 128, 64)]
 
 Act = Callable[[], object]
 
@@ -121,10 +113,7 @@ def check_windows() -> Verdicts:
             tight = untightened.square()
             form.tighten(tight, budget)
             fits = (tight.sqrt() >= true_norms) & (tight.sqrt() <= true_norms * (1 + 2e-5))
-            yield (
-                f"windows {layer}: bounds {tight.sqrt().tolist()} of {true_norms.tolist()}",
-                bool(fits.all()),
-            )
+            yield (f"windows {layer}: bounds {tight.sqrt().tolist()} of {true_norms.tolist()}", bool(fits.all()))
 
 
 def milliseconds(act: Act, rounds: int = 15) -> float:
@@ -181,12 +170,7 @@ def times(layer: tuple[int, int, int, int, int]) -> dict[str, float]:
     with TF32.products():
         found = {name: milliseconds(act) for name, act in acts.items()}
     form = rule._form(x, g, geometry)
-    print(
-        f"{layer!s:24}",
-        *(f"{name} {ms:.2f} |" for name, ms in found.items()),
-        type(form).__name__,
-        flush=True,
-    )
+    print(f"{layer!s:24}", *(f"{name} {ms:.2f} |" for name, ms in found.items()), type(form).__name__, flush=True)
     return found
 
 

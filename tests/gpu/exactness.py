@@ -65,9 +65,7 @@ def main() -> int:
     for line in failed:
         print("FAILED", line[:300])
     bad = len(failed) + len(slow)
-    print(
-        f"{len(cases) * len(METHODS) * len(TOLERANCE)} checks, {bad} failed, {time.monotonic() - begin:.0f} s"
-    )
+    print(f"{len(cases) * len(METHODS) * len(TOLERANCE)} checks, {bad} failed, {time.monotonic() - begin:.0f} s")
     return 1 if bad else 0
 
 

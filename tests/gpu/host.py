@@ -26,12 +26,7 @@ def networks() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     """Small models, with the shape of an input."""
     mlp = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     cnn = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.GroupNorm(2, 8),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3),
-        nn.Flatten(),
-        nn.Linear(1152, 10),
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(1152, 10)
     )
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     attention = nn.Sequential(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(32, 10))
@@ -55,9 +50,7 @@ def check_gradients(name: str, model: nn.Module, shape: tuple[int, ...]) -> None
             found = per_example_gradients(losses(model, x), parameters, memory).instantiate(slice(0, b))
             expected = by_loop(losses(model, x), parameters).instantiate(slice(0, b))
         for key, g in expected.items():
-            torch.testing.assert_close(
-                found[key], g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=f"{name} {key}"
-            )
+            torch.testing.assert_close(found[key], g, rtol=1e-3, atol=1e-4 * float(g.abs().max()), msg=f"{name} {key}")
 
 
 def check_switches() -> None:

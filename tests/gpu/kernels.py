@@ -62,9 +62,7 @@ def check_gram() -> Verdicts:
             "cut": (cut_to_tf32(plain[0]), cut_to_tf32(plain[1].contiguous())),
             "positive cut": tuple(cut_to_tf32(x.abs().contiguous()) for x in plain),
             "bfloat16": tuple(x.bfloat16() for x in plain),
-            "positive bfloat16": tuple(
-                x.abs().bfloat16() for x in plain
-            ),  # truncated sums are all too small here
+            "positive bfloat16": tuple(x.abs().bfloat16() for x in plain),  # truncated sums are all too small here
             "mixed": (plain[0].half(), plain[1]),
             "small": (plain[0] * 1e-21, plain[1]),
         }
@@ -142,10 +140,7 @@ def check_noise() -> Verdicts:
     )
     sums = torch.randn(1001, device=DEVICE)
     onto = noise.normals(key, 1001, math.pi, torch.float32, None, sums, 7.3)
-    yield (
-        "noise: put onto a sum is another noise",
-        torch.allclose(onto, (rounded[:1001] + sums) / 7.3, 1e-6, 0),
-    )
+    yield ("noise: put onto a sum is another noise", torch.allclose(onto, (rounded[:1001] + sums) / 7.3, 1e-6, 0))
     many = noise.normals(key, 2**26, 1.0, torch.float32)
     for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
         moment = float(many.double().pow(power).mean())
@@ -187,14 +182,8 @@ def check_graph() -> Verdicts:
     key.copy_(new_key())
     graph.replay()
     yield "graph: a new key is not read", not torch.equal(eager[-1], captured[-1])
-    yield (
-        "graph: replays differ",
-        all(torch.equal(a, b) for a, b in zip(eager[:-1], captured[:-1], strict=True)),
-    )
-    yield (
-        "graph: noise differs from eager",
-        torch.equal(captured[-1], noise.normals(key, 1001, 1.0, torch.float32)),
-    )
+    yield ("graph: replays differ", all(torch.equal(a, b) for a, b in zip(eager[:-1], captured[:-1], strict=True)))
+    yield ("graph: noise differs from eager", torch.equal(captured[-1], noise.normals(key, 1001, 1.0, torch.float32)))
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -229,13 +218,7 @@ def grams_in_torch(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return square_B, (left.norm(dim=2) * right.norm(dim=2)).sum(1)
 
 
-def row(
-    name: str,
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    work: float,
-    unit: str,
-) -> None:
+def row(name: str, ours: Callable[[], object], theirs: Callable[[], object], work: float, unit: str) -> None:
     """`work` is the work of one run, in units of the rate times a millisecond."""
     mine, other = milliseconds(captured(ours), captured(theirs))
     print(f"{name:<44}{mine:>9.3f} ms{other:>10.3f} ms {work / mine:>9.1f} {unit}")
@@ -245,12 +228,7 @@ def time_all() -> None:
     print(f"{'':<44}{'kernel':>12}{'torch':>13}")
     for precision in ("tf32", "ieee"):
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        for B, T, m, n in [
-            (32, 256, 768, 3072),
-            (32, 256, 768, 768),
-            (16, 1024, 768, 3072),
-            (128, 197, 768, 3072),
-        ]:
+        for B, T, m, n in [(32, 256, 768, 3072), (32, 256, 768, 768), (16, 1024, 768, 3072), (128, 197, 768, 3072)]:
             left, right = normal(B, T, m), normal(B, T, n)
             row(
                 f"gram {precision} B={B} T={T} {m}x{n}",
@@ -289,11 +267,7 @@ def time_all() -> None:
     for B, T, p in [(32, 256, 3072), (512, 16, 64)]:
         g = normal(B, T, p)
         row(
-            f"position sums {B}x{T}x{p}",
-            lambda: affine.position_sums(g),
-            lambda: g.sum(1),
-            4 * g.numel() / 1e6,
-            "GB/s",
+            f"position sums {B}x{T}x{p}", lambda: affine.position_sums(g), lambda: g.sum(1), 4 * g.numel() / 1e6, "GB/s"
         )
     for R, n in [(32, 768 * 3072), (8192, 768)]:
         x = normal(R, n)

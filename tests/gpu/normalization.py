@@ -45,9 +45,7 @@ class Recurrent(nn.Module):
 
 
 def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, CLASSES)
-    )
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, CLASSES))
 
 
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -66,9 +64,7 @@ def run(
     model.to(device)
     statistics.refresh()
     data = TensorDataset(torch.randn(SIZE, *shape), torch.arange(SIZE) % CLASSES)
-    private = make_private(
-        model, optimizer(model), data, clipping=PerExample(1e9), sampling="full", noise_multiplier=0
-    )
+    private = make_private(model, optimizer(model), data, clipping=PerExample(1e9), sampling="full", noise_multiplier=0)
     return model, private
 
 

@@ -67,11 +67,7 @@ class Language(nn.Module):
 def per_example_losses(model: nn.Module, ids: Tensor) -> Tensor:
     """The mean cross entropy of each text."""
     logits = model(ids[:, :-1])
-    return (
-        F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        .view(len(ids), -1)
-        .mean(1)
-    )
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1).mean(1)
 
 
 def measure(steps: dict[str, Callable[[], object]]) -> dict[str, tuple[float, int]]:
@@ -119,9 +115,7 @@ def costs(batch: int, positions: int) -> Verdicts:
     found = measure({"plain": plain, **{method: private(method) for method in clippers}})
     for name, (milliseconds, peak) in found.items():
         ratios = f"{milliseconds / found['plain'][0]:.3f} x time, {peak / found['plain'][1]:.3f} x memory"
-        print(
-            f"  B={batch} T={positions} {name:12} {milliseconds:8.1f} ms {peak / 2**30:6.2f} GiB   {ratios}"
-        )
+        print(f"  B={batch} T={positions} {name:12} {milliseconds:8.1f} ms {peak / 2**30:6.2f} GiB   {ratios}")
     one, other = (private(method)() for method in clippers)
     # In TF32 the methods may clip an example by slightly different factors: one writes a gradient out, the other bounds
     # its rounding error. So the sums are equal up to a factor near 1.
@@ -135,10 +129,7 @@ def costs(batch: int, positions: int) -> Verdicts:
 
 def small() -> tuple[nn.Module, Tensor, Memory]:
     """A model with a known graph."""
-    model, x = (
-        nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda(),
-        torch.randn(16, 9, 64).cuda(),
-    )
+    model, x = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda(), torch.randn(16, 9, 64).cuda())
     memory = Memory()
     for _ in range(2):
         per_example_gradients(model(x).sum((1, 2)), dict(model.named_parameters()), memory).squared_norms()
@@ -193,10 +184,7 @@ def check_errors() -> Verdicts:
             raised = error
         yield "the error was lost", raised is odd
     found.sum().backward()
-    yield (
-        "the graph is not whole, or a hook is left on it",
-        all(p.grad is not None for p in model.parameters()),
-    )
+    yield ("the graph is not whole, or a hook is left on it", all(p.grad is not None for p in model.parameters()))
 
 
 def main() -> int:

@@ -51,9 +51,7 @@ def oracle(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         grads = torch.autograd.grad(
             losses(model, one).sum(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
         )
-        for (name, p), g in zip(
-            ((n, p) for n, p in model.named_parameters() if p.requires_grad), grads, strict=True
-        ):
+        for (name, p), g in zip(((n, p) for n, p in model.named_parameters() if p.requires_grad), grads, strict=True):
             rows[name].append(torch.zeros_like(p) if g is None else g)
     return {name: torch.stack(g) for name, g in rows.items()}
 
@@ -536,9 +534,7 @@ def _conv(kind: type[nn.Module], spatial: tuple[int, ...], **options: object) ->
     channels = 4 if options.get("groups", 1) == 2 else (3 if options.get("groups", 1) == 3 else 2)
     out = {1: 3, 2: 6, 3: 6}[int(options.get("groups", 1))]  # type: ignore[call-overload]
     name = f"{kind.__name__} {options}"
-    return Case(
-        name, lambda: nn.Sequential(kind(channels, out, **options), nn.Tanh()), vectors(channels, *spatial)
-    )
+    return Case(name, lambda: nn.Sequential(kind(channels, out, **options), nn.Tanh()), vectors(channels, *spatial))
 
 
 _CONVOLUTIONS = [
@@ -592,9 +588,7 @@ _WINDOWS = [
 CASES = [
     Case("linear", lambda: nn.Linear(D, 3), vectors(D)),
     Case("linear no bias", lambda: nn.Linear(D, 3, bias=False), vectors(D)),
-    Case(
-        "linear positions", lambda: nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 2)), vectors(7, D)
-    ),
+    Case("linear positions", lambda: nn.Sequential(nn.Linear(D, 3), nn.Tanh(), nn.Linear(3, 2)), vectors(7, D)),
     Case("linear positions no bias", lambda: nn.Linear(D, 3, bias=False), vectors(7, D)),
     Case("linear gram", lambda: nn.Linear(40, 30), vectors(2, 40)),
     Case("linear two middle", lambda: nn.Linear(D, 3), vectors(2, 3, D)),
@@ -608,37 +602,21 @@ CASES = [
     *_WINDOWS,
     Case("conv folded of few positions", lambda: FoldedChannels(), vectors(3, 12, 2, 2)),
     Case(
-        "conv frozen weight",
-        lambda: nn.Sequential(frozen(nn.Conv2d(2, 3, 3), "weight"), nn.Tanh()),
-        vectors(2, 5, 5),
+        "conv frozen weight", lambda: nn.Sequential(frozen(nn.Conv2d(2, 3, 3), "weight"), nn.Tanh()), vectors(2, 5, 5)
     ),
     Case("conv folded", Folded, vectors(3, 2, 5, 5)),
     Case("embedding", lambda: nn.Sequential(nn.Embedding(4, D), nn.Tanh()), ids(6)),
     Case("embedding padding", lambda: nn.Sequential(nn.Embedding(4, D, padding_idx=1), nn.Tanh()), ids(6)),
-    Case(
-        "embedding 2-D ids",
-        lambda: nn.Sequential(nn.Embedding(4, D)),
-        lambda b: (torch.randint(0, 4, (b, 3, 2)),),
-    ),
+    Case("embedding 2-D ids", lambda: nn.Sequential(nn.Embedding(4, D)), lambda b: (torch.randint(0, 4, (b, 3, 2)),)),
     Case("position ids", PositionIds, ids(5)),
     Case("layer norm", lambda: nn.Sequential(nn.LayerNorm(D), nn.Tanh()), vectors(4, D)),
     Case("layer norm 2-D", lambda: nn.Sequential(nn.LayerNorm((4, D)), nn.Tanh()), vectors(3, 4, D)),
     Case("layer norm no bias", lambda: nn.Sequential(nn.LayerNorm(D, bias=False), nn.Tanh()), vectors(D)),
     Case("group norm", lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()), vectors(4, 3, 3)),
     Case("group norm flat", lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.Tanh()), vectors(6)),
-    Case(
-        "instance norm 1d", lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True), nn.Tanh()), vectors(3, 5)
-    ),
-    Case(
-        "instance norm 2d",
-        lambda: nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.Tanh()),
-        vectors(3, 4, 4),
-    ),
-    Case(
-        "instance norm 3d",
-        lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.Tanh()),
-        vectors(2, 3, 2, 2),
-    ),
+    Case("instance norm 1d", lambda: nn.Sequential(nn.InstanceNorm1d(3, affine=True), nn.Tanh()), vectors(3, 5)),
+    Case("instance norm 2d", lambda: nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.Tanh()), vectors(3, 4, 4)),
+    Case("instance norm 3d", lambda: nn.Sequential(nn.InstanceNorm3d(2, affine=True), nn.Tanh()), vectors(2, 3, 2, 2)),
     Case("rms norm", lambda: nn.Sequential(nn.RMSNorm(D), nn.Tanh()), vectors(4, D)),
     Case("batch norm frozen", lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Tanh()).eval(), vectors(3, 4, 4)),
     Case("twice", Twice, vectors(4, D)),
@@ -659,11 +637,7 @@ CASES = [
     Case("in place", InPlace, vectors(D)),
     Case("branches", Branches, lambda b: (torch.randn(b, 4, D), torch.randn(b, 1, D))),
     Case("weight norm", lambda: parametrizations.weight_norm(nn.Linear(D, 3)), vectors(2, D)),
-    Case(
-        "encoder layer",
-        lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
-        vectors(4, 6),
-    ),
+    Case("encoder layer", lambda: nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), vectors(4, 6)),
     Case("attention time first", TimeFirstAttention, vectors(6, 6)),
     Case("checkpointed", Checkpointed, vectors(3, D)),
     *_RECURRENT,
@@ -688,16 +662,10 @@ CASES = [
     Case("shared by two modules", SharedWeight, vectors(3, D)),
     Case("indexed table", Table, ids(3)),
     Case("custom function", Centers, vectors(2, D), fallback=True),
-    Case(
-        "transposed convolution 1d",
-        lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3), nn.Tanh()),
-        vectors(2, 5),
-    ),
+    Case("transposed convolution 1d", lambda: nn.Sequential(nn.ConvTranspose1d(2, 3, 3), nn.Tanh()), vectors(2, 5)),
     Case(
         "transposed convolution 2d",
-        lambda: nn.Sequential(
-            nn.ConvTranspose2d(4, 2, 2, stride=2, padding=1, groups=2, dilation=2), nn.Tanh()
-        ),
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 2, 2, stride=2, padding=1, groups=2, dilation=2), nn.Tanh()),
         vectors(4, 2, 2),
     ),
     Case("transposed convolution 3d", lambda: nn.ConvTranspose3d(2, 2, 2, bias=False), vectors(2, 2, 3, 2)),

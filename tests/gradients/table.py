@@ -58,9 +58,7 @@ was used or consulted.
 
 def main() -> None:
     head = HEAD.format(
-        torch=torch.__version__.split("+")[0],
-        methods=", ".join(METHODS),
-        batches=" and ".join(map(str, BATCHES)),
+        torch=torch.__version__.split("+")[0], methods=", ".join(METHODS), batches=" and ".join(map(str, BATCHES))
     )
     PAGE.write_text(head + "".join(map(row, CASES)))
 

@@ -71,9 +71,7 @@ def test_convolutions_by_every_form(case: Case, pays: bool, monkeypatch: pytest.
     assert bool(kinds) == ("groups" not in case.name)  # groups use the same form on all devices
 
 
-def test_an_operand_stays_in_bfloat16_and_its_sum_within_the_stated_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_operand_stays_in_bfloat16_and_its_sum_within_the_stated_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the scaled operand is rounded, by at most the error of the arithmetic."""
 
     def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,9 +34,7 @@ def test_a_step_uses_the_memory_of_the_previous_step() -> None:
     assert steps[0] == steps[1] == steps[2]
 
 
-@pytest.mark.parametrize(
-    "part", [lambda t: t[1:2], lambda t: t.view(-1), lambda t: t.detach(), lambda t: t.numpy()]
-)
+@pytest.mark.parametrize("part", [lambda t: t[1:2], lambda t: t.view(-1), lambda t: t.detach(), lambda t: t.numpy()])
 def test_memory_that_is_partly_in_use_is_not_reused(part: object) -> None:
     assert callable(part)
     blocks = Blocks(10 * BYTES)

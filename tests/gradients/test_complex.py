@@ -105,9 +105,7 @@ class Few(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         taken_B1 = (x[:, 0, :1] > 1).to(x)
-        return torch.cat(
-            [(1 - taken_B1) * (x * self.scale).flatten(1), taken_B1 * self.inner(x).flatten(1)], 1
-        )
+        return torch.cat([(1 - taken_B1) * (x * self.scale).flatten(1), taken_B1 * self.inner(x).flatten(1)], 1)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -131,9 +129,7 @@ def build(name: str, few: bool) -> nn.Module:
 
 
 def rows(taken: int, seed: int) -> tuple[Tensor]:
-    x = torch.randn(BATCH, C, N, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).clamp(
-        max=0.9
-    )
+    x = torch.randn(BATCH, C, N, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).clamp(max=0.9)
     x[1 : 1 + taken, 0, 0] = 1.5
     return (x,)
 
@@ -145,9 +141,7 @@ def require_exact(model: nn.Module, inputs: tuple[Tensor], memory: Memory, metho
     squares = found.squared_norms()
     sums = found.weighted_sums(dict.fromkeys(truth, w_B))
     for name, g in truth.items():
-        torch.testing.assert_close(
-            squares[name], g.abs().reshape(BATCH, -1).square().sum(1), rtol=1e-8, atol=1e-20
-        )
+        torch.testing.assert_close(squares[name], g.abs().reshape(BATCH, -1).square().sum(1), rtol=1e-8, atol=1e-20)
         torch.testing.assert_close(sums[name], torch.tensordot(w_B.to(g.dtype), g, 1), rtol=1e-8, atol=1e-10)
 
 

@@ -49,9 +49,7 @@ def test_places_are_those_of_torch() -> None:
 
 
 def _form(c: int, p: int, size: int, kernel: int, groups: int = 1) -> Form:
-    geometry = Geometry(
-        torch.Size((p, c // groups, kernel, kernel)), (1, 1), (kernel // 2,) * 2, (1, 1), groups
-    )
+    geometry = Geometry(torch.Size((p, c // groups, kernel, kernel)), (1, 1), (kernel // 2,) * 2, (1, 1), groups)
     return convolution._form(torch.zeros(2, 1, c, size, size), torch.zeros(2, 1, p, size, size), geometry)
 
 

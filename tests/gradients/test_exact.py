@@ -12,9 +12,7 @@ BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-def compare(
-    case: Case, batch: int, dtype: torch.dtype, seed: int, memory: Memory, method: str = "bookkeeping"
-) -> None:
+def compare(case: Case, batch: int, dtype: torch.dtype, seed: int, memory: Memory, method: str = "bookkeeping") -> None:
     tolerance = TOLERANCE[dtype]
     model, inputs = case.build(dtype, seed), case.draw(batch, dtype, seed + 1)
     parameters = trainable(model)

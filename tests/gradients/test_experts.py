@@ -65,9 +65,7 @@ def test_a_group_of_the_whole_batch_is_refused_for_its_buffer(marked: bool, meth
     model, memory = Dispatched("batch").double(), Memory()
     with pytest.raises(CoupledExamplesError, match=r"BmmBackward0.* share one buffer.*capacity"):
         for seed, batch in enumerate((6, 5, 7, 4)):
-            found = per_example_gradients(
-                losses(model, rows(batch, seed, marked)), trainable(model), memory, method
-            )
+            found = per_example_gradients(losses(model, rows(batch, seed, marked)), trainable(model), memory, method)
             assert not marked
             truth = oracle(model, rows(batch, seed))  # exact until then
             for name, square_B in found.squared_norms().items():

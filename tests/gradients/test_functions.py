@@ -38,9 +38,7 @@ class Adjoint(torch.autograd.Function):
     """Like an ODE solver's: a function and options, then any number of parameters, some of them frozen."""
 
     @staticmethod
-    def forward(
-        ctx: Any, shapes: object, y0: Tensor, t: Tensor, tol: float, options: object, *params: Tensor
-    ):  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, shapes: object, y0: Tensor, t: Tensor, tol: float, options: object, *params: Tensor):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(y0, t, *params)
         a, b, c = params
         return torch.stack([y0, y0 + t[1] * (y0 * a + b) * c])  # [T, B, D]: time first
@@ -127,9 +125,7 @@ FUNCTIONS = ("power", "adjoint", "outputs", "second output", "broadcast")
 
 def rows(taken: int, seed: int) -> tuple[Tensor]:
     """A batch in which a given number of examples take the branch."""
-    x = torch.randn(BATCH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).clamp(
-        max=0.9
-    )
+    x = torch.randn(BATCH, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).clamp(max=0.9)
     x[2 : 2 + taken, 0] = 1.5
     return (x,)
 
@@ -236,9 +232,7 @@ def test_a_right_rule_is_compared_twice_and_then_trusted(
     model, memory = Cubes(False).double(), Memory()
     passes = []
     for seed, taken in enumerate((0, 0, 0, 0, 1, 0, 1, 1, 2)):
-        per_example_gradients(
-            losses(model, rows(taken, seed)), trainable(model), memory, "reweight"
-        ).squared_norms()
+        per_example_gradients(losses(model, rows(taken, seed)), trainable(model), memory, "reweight").squared_norms()
         passes.append(len(compared))
         compared.clear()
     assert passes == [2, 2, 0, 0, 2, 0, 2, 0, 0]  # two backward passes for each compared example

@@ -80,9 +80,7 @@ def test_rows_has_every_position_in_one_dimension(drawn: tuple[Layout, tuple[int
 
 @QUICK
 @given(layouts())
-def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(
-    drawn: tuple[Layout, tuple[int, ...]],
-) -> None:
+def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(drawn: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = drawn
     assert layout in list(hypotheses(torch.Size(shape), layout.batch))
     weights = probe_weights(layout.batch, torch.zeros(1))
@@ -99,9 +97,7 @@ def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(
 def test_resized_is_the_same_layout_or_nothing(drawn: tuple[Layout, tuple[int, ...]], batch: int) -> None:
     layout, shape = drawn
     for k in range(1, 9):
-        resized = layout.resized(
-            torch.Size((*shape[: layout.axis], k * batch, *shape[layout.axis + 1 :])), batch
-        )
+        resized = layout.resized(torch.Size((*shape[: layout.axis], k * batch, *shape[layout.axis + 1 :])), batch)
         if resized is None:
             continue
         assert resized.batch == batch and resized.size == k * batch
@@ -214,10 +210,7 @@ ORDERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, int], Tens
     "batch first": (lambda x: x, lambda h, B: h),
     "time first": (lambda x: x.transpose(0, 1), lambda h, B: h.transpose(0, 1)),
     "folded major": (lambda x: x.reshape(-1, 4), lambda h, B: h.view(B, -1, 4)),
-    "folded minor": (
-        lambda x: x.transpose(0, 1).reshape(-1, 4),
-        lambda h, B: h.view(-1, B, 4).transpose(0, 1),
-    ),
+    "folded minor": (lambda x: x.transpose(0, 1).reshape(-1, 4), lambda h, B: h.view(-1, B, 4).transpose(0, 1)),
     "folded both": (
         lambda x: x.view(x.shape[0], 2, -1, 4).transpose(0, 1).reshape(-1, 4),
         lambda h, B: h.view(2, B, -1, 4).transpose(0, 1).flatten(1, 2),

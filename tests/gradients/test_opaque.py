@@ -43,9 +43,7 @@ class Network(nn.Module):
 def compiled_run(clipping: PerExample | Batch) -> tuple[Private, nn.Module]:
     model = Network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = make_private(
-        model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping, seed=1
-    )
+    private = make_private(model, optimizer, ROWS, sampling="full", noise_multiplier=1.0, clipping=clipping, seed=1)
     return private, torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
 
 

@@ -52,10 +52,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
 # Pairs of graphs with the same operations in the same order, but with different wiring or splits.
 SIMILAR: dict[str, tuple[Forward, Forward]] = {
-    "the other weight first": (
-        lambda m, x: (x @ m.a).tanh() @ m.b + m.c,
-        lambda m, x: (x @ m.b).tanh() @ m.a + m.c,
-    ),
+    "the other weight first": (lambda m, x: (x @ m.a).tanh() @ m.b + m.c, lambda m, x: (x @ m.b).tanh() @ m.a + m.c),
     "one weight twice": (
         lambda m, x: (x @ m.a).tanh() @ m.b + (x @ m.a + m.c).tanh(),
         lambda m, x: (x @ m.a).tanh() @ m.b + (x @ m.b + m.c).tanh(),
@@ -68,10 +65,7 @@ SIMILAR: dict[str, tuple[Forward, Forward]] = {
         lambda m, x: ((x @ m.a).tanh() @ m.b + m.c).split(2, 1)[0],
         lambda m, x: ((x @ m.a).tanh() @ m.b + m.c).split(2, 1)[1],
     ),
-    "another operation": (
-        lambda m, x: (x @ m.a).tanh() @ m.b + m.c,
-        lambda m, x: (x @ m.a).sigmoid() @ m.b + m.c,
-    ),
+    "another operation": (lambda m, x: (x @ m.a).tanh() @ m.b + m.c, lambda m, x: (x @ m.a).sigmoid() @ m.b + m.c),
     "a weight turned or not": (  # square, so that only the values differ
         lambda m, x: (x @ m.a.permute(1, 0)).tanh() @ m.b.transpose(0, 0) + m.c,
         lambda m, x: (x @ m.a.permute(0, 1)).tanh() @ m.b.transpose(-2, 1) + m.c,

@@ -39,9 +39,7 @@ def test_no_autocast() -> None:
         assert (a @ a).dtype == torch.bfloat16
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one switch only"
-)
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="this torch has one switch only")
 def test_the_switches_of_single_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they are used, reading the common switch raises an error in torch."""
 

@@ -200,9 +200,7 @@ def test_random_models_are_exact(
 
 @FEWER
 @given(st.lists(st.tuples(st.integers(2, 6), st.integers(1, 6)), min_size=4, max_size=8), st.booleans())
-def test_one_memory_through_changing_batches_and_lengths(
-    sizes: list[tuple[int, int]], time_first: bool
-) -> None:
+def test_one_memory_through_changing_batches_and_lengths(sizes: list[tuple[int, int]], time_first: bool) -> None:
     """T = 1 and then more, T = B, T a multiple of B: earlier batches lead to no wrong decision."""
     torch.manual_seed(1)
     layers = [nn.Linear(D, D), nn.Tanh(), nn.LayerNorm(D), nn.Linear(D, D, bias=False)]
@@ -220,9 +218,7 @@ def test_one_memory_through_changing_batches_and_lengths(
     st.sampled_from(["clip", "normalize"]),
     st.sampled_from(["all", "layer", "tensor"]),
 )
-def test_pieces_of_a_batch_sum_to_the_whole(
-    case: Case, batch: int, piece: int, mode: str, parts: str
-) -> None:
+def test_pieces_of_a_batch_sum_to_the_whole(case: Case, batch: int, piece: int, mode: str, parts: str) -> None:
     model, inputs = case.build(), case.draw(batch)
     strategy = PerExample(max_norm=0.3, mode=mode, parts=parts)
 
@@ -245,9 +241,7 @@ def test_pieces_of_a_batch_sum_to_the_whole(
 
 @pytest.mark.parametrize(("keep", "chunk"), [(0, 2**30), (0, 1), (2**30, 1)])
 @BY_NAME
-def test_memory_limits_change_no_result(
-    case: Case, keep: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_change_no_result(case: Case, keep: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients written out once, twice, or one example at a time."""
     model, inputs = case.build(), case.draw(4)
     weights = torch.linspace(0.5, 2, 4, dtype=torch.float64)
@@ -342,15 +336,7 @@ class Moved(nn.Module):
         return self.b(h.gather(1, best))
 
 
-MOVES = [
-    "sorted and put back",
-    "sorted by index_select",
-    "gathered",
-    "masked",
-    "masked sum",
-    "packed",
-    "topk",
-]
+MOVES = ["sorted and put back", "sorted by index_select", "gathered", "masked", "masked sum", "packed", "topk"]
 
 
 @pytest.mark.filterwarnings("error::clipwise.gradients.FallbackWarning")
@@ -363,16 +349,9 @@ def test_rows_that_the_data_move_are_followed(move: str, marked: bool) -> None:
     still = torch.randn(4, 3, D, dtype=torch.float64)
     still[..., 0] = 1.0
     still[..., 1] = torch.arange(3.0)
-    for x in [
-        still,
-        still + 0.01,
-        still,
-        *(torch.randn(B, 3, D, dtype=torch.float64) for B in (4, 5, 3, 6, 2, 30)),
-    ]:
+    for x in [still, still + 0.01, still, *(torch.randn(B, 3, D, dtype=torch.float64) for B in (4, 5, 3, 6, 2, 30))]:
         x = x.clone().requires_grad_(marked)
-        found = per_example_gradients(losses(model, (x,)), trainable(model), memory).instantiate(
-            slice(0, len(x))
-        )
+        found = per_example_gradients(losses(model, (x,)), trainable(model), memory).instantiate(slice(0, len(x)))
         for name, g in oracle(model, (x.detach(),)).items():
             torch.testing.assert_close(found[name], g, rtol=1e-9, atol=1e-9, msg=name)
 
@@ -389,9 +368,7 @@ def test_the_order_of_the_losses_identifies_the_examples() -> None:
     """Losses in another order than the inputs are still one loss per example, each with its own gradient."""
     model, x = nn.Linear(D, 3).double(), torch.randn(4, D, dtype=torch.float64)
     shuffled = x[[2, 0, 3, 1]]
-    ours = per_example_gradients(losses(model, (shuffled,)), trainable(model), Memory()).instantiate(
-        slice(0, 4)
-    )
+    ours = per_example_gradients(losses(model, (shuffled,)), trainable(model), Memory()).instantiate(slice(0, 4))
     plain = by_loop(losses(model, (x,)), trainable(model)).instantiate(slice(0, 4))
     for name, g in plain.items():
         torch.testing.assert_close(ours[name], g[[2, 0, 3, 1]])

@@ -61,9 +61,7 @@ def pictures() -> tuple[Tensor, ...]:
 
 def gpt2() -> nn.Module:
     return hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            vocab_size=V, n_positions=8, n_embd=8, n_layer=2, n_head=2, **_no_dropout("resid_pdrop")
-        )
+        hf.GPT2Config(vocab_size=V, n_positions=8, n_embd=8, n_layer=2, n_head=2, **_no_dropout("resid_pdrop"))
     )
 
 

@@ -37,9 +37,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_gradients_of_the_weights_are_those_of_autograd(
-    name: str, bias: bool, ragged: bool, device: str
-) -> None:
+def test_the_gradients_of_the_weights_are_those_of_autograd(name: str, bias: bool, ragged: bool, device: str) -> None:
     torch.manual_seed(0)
     mode, build = NETWORKS[name]
     network = build(bias).to(device, torch.float64)
@@ -87,6 +85,5 @@ def test_the_gradients_of_the_weights_are_those_of_autograd(
     torch.testing.assert_close(sums, list(expected), rtol=1e-12, atol=1e-12)
     # Internal buffers are overwritten; the arguments are not.
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(given, (layer.x_TNd, layer.h_TNP, dh_TNP, dh_last, dc_last), strict=True)
+        torch.equal(a, b) for a, b in zip(given, (layer.x_TNd, layer.h_TNP, dh_TNP, dh_last, dc_last), strict=True)
     )

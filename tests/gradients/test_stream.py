@@ -48,9 +48,7 @@ def most_bytes(method: str) -> int:
     model, memory = Deep(), Memory()
     for _ in range(3):
         model.most_bytes = 0
-        found = per_example_gradients(
-            model(torch.randn(BATCH, WIDTH)).sum(1), trainable(model), memory, method
-        )
+        found = per_example_gradients(model(torch.randn(BATCH, WIDTH)).sum(1), trainable(model), memory, method)
         ones_B = torch.ones(BATCH, dtype=torch.float64)
         found.weighted_sums(dict.fromkeys(found.squared_norms(), ones_B))
     return model.most_bytes
@@ -171,9 +169,7 @@ def test_a_layout_that_turns_out_wrong_is_found_again(flows: list[bool]) -> None
         found = per_example_gradients(per_example(), trainable(model), memory, "reweight")
         squares = found.squared_norms()
         sums = found.weighted_sums(dict.fromkeys(squares, torch.ones(4, dtype=torch.float64)))
-        each = per_example_gradients(per_example(), trainable(model), Memory(), "loop").instantiate(
-            slice(0, 4)
-        )
+        each = per_example_gradients(per_example(), trainable(model), Memory(), "loop").instantiate(slice(0, 4))
         for name, truth in each.items():
             torch.testing.assert_close(squares[name].sqrt(), truth.flatten(1).norm(dim=1))
             torch.testing.assert_close(sums[name], truth.sum(0))

@@ -20,9 +20,7 @@ def named_uses(losses: Tensor, model: nn.Module) -> dict[str, set[str]]:
     """Operation -> parameters behind its operands, after the probes have decided."""
     graph = walk(losses, trainable(model))
     Resolver().resolve(graph)
-    return {
-        node_name(u.node): set(u.describe(graph.names)[:-1].split(": ")[1].split(", ")) for u in graph.uses
-    }
+    return {node_name(u.node): set(u.describe(graph.names)[:-1].split(": ")[1].split(", ")) for u in graph.uses}
 
 
 class Weights(nn.Module):
@@ -74,12 +72,8 @@ def test_open_nodes_are_decided_when_the_weight_is_as_long_as_the_batch(kind: st
         assert named_uses(apply(model, torch.randn(4, 4)).sum(1), model) == {use: {"w"}}
 
 
-def require_exact(
-    apply: Callable[[Weights, Tensor], Tensor], model: Weights, x: Tensor, memory: Memory
-) -> None:
-    found = per_example_gradients(apply(model, x).tanh().sum(1), trainable(model), memory).instantiate(
-        slice(0, len(x))
-    )
+def require_exact(apply: Callable[[Weights, Tensor], Tensor], model: Weights, x: Tensor, memory: Memory) -> None:
+    found = per_example_gradients(apply(model, x).tanh().sum(1), trainable(model), memory).instantiate(slice(0, len(x)))
     for i in range(len(x)):
         alone = by_loop(apply(model, x[i : i + 1]).tanh().sum(1), trainable(model)).instantiate(slice(0, 1))
         for name, g in alone.items():

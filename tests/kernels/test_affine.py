@@ -27,9 +27,7 @@ def test_layer_norm(way, has_mean, batch_first, B, T, d):
     g, x = torch.randn(B, T, d), torch.randn(B, T, d) if batch_first else torch.randn(T, B, d).transpose(0, 1)
     mean, rstd = torch.randn(B, T) if has_mean else None, torch.rand(B, T) + 0.5
     scale, shift = way(g, x, mean, rstd)
-    terms = (
-        g.double() * (x.double() - (mean.double()[..., None] if has_mean else 0)) * rstd.double()[..., None]
-    )
+    terms = g.double() * (x.double() - (mean.double()[..., None] if has_mean else 0)) * rstd.double()[..., None]
     assert_close(scale, terms.sum(1), terms.abs().sum(1))
     assert_close(shift, g.double().sum(1), g.double().abs().sum(1))
 

@@ -187,9 +187,7 @@ def test_tangent(way, shape, layout, restored):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "layouts", [("rows", "rows"), ("channels last",) * 2, ("rows", "channels last")], ids=str
-)
+@pytest.mark.parametrize("layouts", [("rows", "rows"), ("channels last",) * 2, ("rows", "channels last")], ids=str)
 @pytest.mark.parametrize("restored", [False, True])
 def test_tangent_of_examples_longer_than_a_program_holds(monkeypatch, layouts, restored):
     monkeypatch.setattr(tangent, "_HELD", 64)
@@ -200,9 +198,7 @@ def test_tangent_of_examples_longer_than_a_program_holds(monkeypatch, layouts, r
     scale = torch.tensor([0.5, 1.0, 0.0, 0.25, 0.9], dtype=torch.float64)
     nu = torch.linspace(0.5, 2.0, 5, dtype=torch.float64) if restored else None
     expected = tangent.to_tangent_in_torch_(dx.double(), x.double(), norm, scale, nu)
-    torch.testing.assert_close(
-        tangent.to_tangent_(dx, x, norm, scale, nu).double(), expected, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(tangent.to_tangent_(dx, x, norm, scale, nu).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", both(tangent.to_tangent_in_torch_, tangent.to_tangent_))

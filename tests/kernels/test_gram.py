@@ -6,10 +6,7 @@ import torch
 from clipwise.kernels import gram
 from tests.kernels.ways import both, needs_triton
 
-WAYS = both(
-    lambda left, right, precision: gram.gram_norms_in_torch(left, right),
-    gram.gram_norms,
-)
+WAYS = both(lambda left, right, precision: gram.gram_norms_in_torch(left, right), gram.gram_norms)
 PRECISIONS = ["tf32", "ieee"]
 SHAPES = [(3, 5, 7, 300), (2, 33, 130, 40), (2, 197, 40, 70), (1, 1100, 9, 6), (2, 1, 4, 3)]
 
@@ -117,9 +114,7 @@ def test_inner_products_hold_all_pairs_once(monkeypatch, T, short, chunk):
     assert found.shape == expected.shape and (first < T) == (short < T)
     blocks = [(slice(0, first), slice(0, first)), (slice(first, T), slice(0, T))]
     for rows_, columns in blocks:
-        torch.testing.assert_close(
-            found[:, rows_, columns].double(), expected[:, rows_, columns], rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(found[:, rows_, columns].double(), expected[:, rows_, columns], rtol=1e-4, atol=1e-4)
 
 
 def test_rows_of_the_next_example_have_no_effect():

@@ -41,8 +41,7 @@ def test_pairs_are_functions_of_their_counter_words(way):
     """Counter (j, secret), key (secret): the words, and then Box-Muller."""
     secret = [int(x) % 2**64 for x in KEY[:2]]
     words = [
-        words_of([j, 0, secret[1] & LAST, secret[1] >> 32], [secret[0] & LAST, secret[0] >> 32])
-        for j in range(50)
+        words_of([j, 0, secret[1] & LAST, secret[1] >> 32], [secret[0] & LAST, secret[0] >> 32]) for j in range(50)
     ]
     k, a = ([w[i] | w[i + 1] << 32 for w in words] for i in (0, 2))
     found = way(KEY, 100, 1.7, torch.float64)

@@ -24,9 +24,7 @@ def test_other_devices_use_the_twins():
     assert not usable(torch.zeros(1, device="meta"))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(kernels.__file__).parent.glob("*.py")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted(Path(kernels.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
 def test_kernels_are_launched_where_their_operands_are(path):
     """Otherwise nothing waits for them, and a read of their result may return old memory."""
     tree = ast.parse(path.read_text())

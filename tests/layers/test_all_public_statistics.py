@@ -117,9 +117,7 @@ def test_a_scale_that_is_not_trained_is_refused_before_anything_is_released() ->
     frozen[0][1].weight.requires_grad_(False)
     with pytest.raises(ConfigurationError, match=r"'1'.*trainable weight"):
         run(frozen)
-    whole = nn.Sequential(
-        nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
-    ).double()
+    whole = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     replace_batchnorm(whole, rows(12, 3), "public-exact")
     with pytest.raises(ConfigurationError, match=r"'3'.*no parameter of the model that is trained"):
         run(whole[:2])

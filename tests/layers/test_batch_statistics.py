@@ -154,9 +154,7 @@ def test_later_layers_get_the_same_inputs_as_in_training() -> None:
     """One batch: the result is that of an ordinary layer after one batch with momentum 1."""
     x = torch.randn(32, 3)
     torch.manual_seed(0)
-    plain = nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=1.0), nn.ReLU(), nn.BatchNorm1d(4, momentum=1.0)
-    )
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=1.0), nn.ReLU(), nn.BatchNorm1d(4, momentum=1.0))
     own = without_running_statistics(copy.deepcopy(plain))
     plain(x)
     recompute_statistics(own, [x])

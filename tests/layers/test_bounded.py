@@ -14,12 +14,7 @@ def test_the_default_is_tanh() -> None:
     torch.testing.assert_close(TemperedSigmoid()(x), x.tanh())
 
 
-@given(
-    x=st.floats(-1e300, 1e300),
-    scale=st.floats(0.01, 10),
-    temperature=st.floats(0.1, 10),
-    offset=st.floats(-5, 5),
-)
+@given(x=st.floats(-1e300, 1e300), scale=st.floats(0.01, 10), temperature=st.floats(0.1, 10), offset=st.floats(-5, 5))
 def test_it_is_bounded_and_increasing(x: float, scale: float, temperature: float, offset: float) -> None:
     layer = TemperedSigmoid(scale, temperature, offset)
     value, higher = layer(torch.tensor([x, x + 1], dtype=torch.float64))

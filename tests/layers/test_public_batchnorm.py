@@ -105,9 +105,7 @@ def through_everything(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tens
             var, mean = torch.var_mean(p, [0, *range(2, p.dim())], correction=0)
             wide = [1, -1, *[1] * (p.dim() - 2)]
             r = (var + layer.eps).rsqrt()
-            h, p = (
-                (t - mean.view(wide)) * (r * layer.weight).view(wide) + layer.bias.view(wide) for t in (h, p)
-            )
+            h, p = ((t - mean.view(wide)) * (r * layer.weight).view(wide) + layer.bias.view(wide) for t in (h, p))
         else:
             h, p = layer(h), layer(p)
     F.cross_entropy(h, y, reduction="sum").backward()
@@ -183,9 +181,7 @@ def test_exactness_needs_a_scale_and_a_shift_of_its_own() -> None:
     frozen[0].bias.requires_grad_(False)
     with pytest.raises(ConfigurationError, match=r"'0'.*trainable bias"):
         PublicStatistics(frozen, torch.randn(3, 2))
-    shared = nn.Sequential(
-        PublicBatchNorm1d(2, kind="public-exact"), PublicBatchNorm1d(2, kind="public-exact")
-    )
+    shared = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"), PublicBatchNorm1d(2, kind="public-exact"))
     shared[1].weight = shared[0].weight
     with pytest.raises(ConfigurationError, match=r"'0'.*weight of its own"):
         PublicStatistics(shared, torch.randn(3, 2))
@@ -410,15 +406,7 @@ def test_one_public_statistics_serves_a_model() -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        torch.randn(1, 2),
-        (),
-        torch.tensor(3.0),
-        (torch.randn(3, 2), torch.randn(4, 2)),
-        ["a"],
-        np.zeros((3, 2)),
-        7,
-    ],
+    [torch.randn(1, 2), (), torch.tensor(3.0), (torch.randn(3, 2), torch.randn(4, 2)), ["a"], np.zeros((3, 2)), 7],
 )
 def test_public_rows_must_be_rows(rows: object) -> None:
     with pytest.raises(ConfigurationError, match="public must"):

@@ -170,11 +170,7 @@ def test_closed_refuses_and_close_is_idempotent(kind: str, path: Path) -> None:
     open_ledger.charge(A)
     open_ledger.close()
     open_ledger.close()
-    for call in (
-        lambda: open_ledger.charge(A),
-        open_ledger.restart,
-        lambda: open_ledger.import_history([Entry(A, 1)]),
-    ):
+    for call in (lambda: open_ledger.charge(A), open_ledger.restart, lambda: open_ledger.import_history([Entry(A, 1)])):
         with pytest.raises(LedgerError, match="closed"):
             call()
     assert open_ledger.history() == [Entry(A, 1)]
@@ -572,11 +568,7 @@ def test_another_format_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_lines_that_no_version_writes_are_refused(path: Path) -> None:
     refused(path, LedgerState().seal({"kind": "restart"}) + b"\n", match="line 1: cannot be understood")
-    for record in (
-        {"kind": "novel"},
-        {"kind": "header", "format": 1},
-        {"kind": "reserve", "event": 5, "count": 1},
-    ):
+    for record in ({"kind": "novel"}, {"kind": "header", "format": 1}, {"kind": "reserve", "event": 5, "count": 1}):
         path.unlink()
         with pytest.raises((ValueError, IndexError)), FileLedger(path) as open_ledger:
             open_ledger._append(record)
@@ -636,9 +628,7 @@ def test_threads_share_a_ledger(path: Path, instant: list[int]) -> None:
     try:
         with FileLedger(path) as open_ledger:
             events = [A, Event.from_dict(A.to_dict())]  # equal, not identical: the comparison is a call
-            workers = [
-                threading.Thread(target=charge, args=(open_ledger, events[i % 2], 3000)) for i in range(4)
-            ]
+            workers = [threading.Thread(target=charge, args=(open_ledger, events[i % 2], 3000)) for i in range(4)]
             for worker in workers:
                 worker.start()
             for worker in workers:
@@ -796,11 +786,7 @@ def test_reading_changes_neither_the_file_nor_its_folder(path: Path) -> None:
     path.parent.chmod(0o500)
     try:
         read(path)
-        assert (
-            path.read_bytes() == data
-            and path.stat().st_mtime == 1e9
-            and list(path.parent.iterdir()) == [path]
-        )
+        assert path.read_bytes() == data and path.stat().st_mtime == 1e9 and list(path.parent.iterdir()) == [path]
     finally:
         path.parent.chmod(0o700)
 
@@ -808,12 +794,7 @@ def test_reading_changes_neither_the_file_nor_its_folder(path: Path) -> None:
 def test_what_cannot_be_read_is_refused(path: Path) -> None:
     path.mkdir()
     os.mkfifo(path / "pipe")
-    for name, reason in (
-        ("", "directory"),
-        ("pipe", "not a regular file"),
-        ("none", "No such file"),
-        ("\0", "null"),
-    ):
+    for name, reason in (("", "directory"), ("pipe", "not a regular file"), ("none", "No such file"), ("\0", "null")):
         with pytest.raises(LedgerError, match=reason):
             read(path / name)
 
@@ -851,9 +832,7 @@ def test_a_partition_of_whole_blocks_is_counted_beside_other_runs(path: Path) ->
     with FileLedger(path) as open_ledger:
         open_ledger.describe(strategy("batch"))
         charge(open_ledger, BLOCKS, 3)
-    with FileLedger(
-        path, join=True
-    ) as open_ledger:  # what another run does with its own draws changes nothing
+    with FileLedger(path, join=True) as open_ledger:  # what another run does with its own draws changes nothing
         open_ledger.describe(strategy("per-example"))
         charge(open_ledger, DRAWN, 2)
     assert read(path).history == [Entry(BLOCKS, 3), Entry(DRAWN, 2)]
@@ -864,9 +843,7 @@ def test_a_partition_of_whole_blocks_is_counted_beside_other_runs(path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "is_refused"), [("batch", False), ("per-example", True)])
-def test_an_imported_partition_belongs_to_the_run_that_continues(
-    path: Path, name: str, is_refused: bool
-) -> None:
+def test_an_imported_partition_belongs_to_the_run_that_continues(path: Path, name: str, is_refused: bool) -> None:
     with FileLedger(path) as open_ledger:
         open_ledger.import_history([Entry(BLOCKS, 3)])
         open_ledger.describe(strategy(name))
@@ -889,12 +866,12 @@ def test_runs_in_turns_have_an_entry_each(kind: str, path: Path) -> None:
             open_ledger.charge(B, "b")
         assert open_ledger.history() == [Entry(B, 30), Entry(B, 30)]
         assert [entry.run for entry in open_ledger.history()] == ["a", "b"]
-        assert (
-            open_ledger.made("a"),
-            open_ledger.made("b"),
-            open_ledger.made("c"),
-            open_ledger.position,
-        ) == (30, 30, 0, 60)
+        assert (open_ledger.made("a"), open_ledger.made("b"), open_ledger.made("c"), open_ledger.position) == (
+            30,
+            30,
+            0,
+            60,
+        )
         open_ledger.restart("a")
         open_ledger.charge(B, "a")
         open_ledger.charge(B, "b")
@@ -1057,9 +1034,7 @@ def test_a_file_that_is_no_longer_there_is_noticed(harm: Callable[[Path], None],
     FileLedger(path.with_name("new")).close()
 
 
-def test_a_change_of_folder_is_no_change_of_place(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_change_of_folder_is_no_change_of_place(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(path.parent)
     with FileLedger(path.name) as open_ledger:
         (tmp_path / "other").mkdir()

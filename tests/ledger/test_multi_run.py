@@ -183,9 +183,7 @@ def test_threads_cannot_pass_the_budget_together() -> None:
 def test_a_budget_that_is_used_up_is_refused_at_once(another: Next) -> None:
     model, private = another(**BUDGET)
     until_exhausted(model, private)
-    words = (
-        r"used up: the ledger already holds 1\d releases of 1 run.*epsilon is the budget of the whole ledger"
-    )
+    words = r"used up: the ledger already holds 1\d releases of 1 run.*epsilon is the budget of the whole ledger"
     with pytest.raises(ConfigurationError, match=words):
         another(**BUDGET)
     model, private = another(**{**BUDGET, "epsilon": 4.0})
@@ -250,10 +248,7 @@ def test_a_plan_goes_along_with_a_checkpoint() -> None:
     train(model, other, 1)
     plan = {"budget": EPSILON, "delta": DELTA, "planned": 10, "late": False}
     assert other._context.ledger.plan == private._context.ledger.plan == plan
-    assert [entry.run for entry in other._context.ledger.history()] == [
-        private._context.tag,
-        other._context.tag,
-    ]
+    assert [entry.run for entry in other._context.ledger.history()] == [private._context.tag, other._context.tag]
 
 
 def test_without_a_plan_the_first_budget_decides(tmp_path: Path) -> None:

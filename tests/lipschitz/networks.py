@@ -199,10 +199,7 @@ def sequential(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
         inner = nn.RNN(width, hidden, nonlinearity="relu" if kind == "relu" else "tanh", **options)
     outs = hidden * (2 if both else 1)
     everything = dice.random() < 0.5
-    return (
-        nn.Sequential(Last(inner, everything), nn.Linear(outs * (length if everything else 1), 2)),
-        (length, width),
-    )
+    return (nn.Sequential(Last(inner, everything), nn.Linear(outs * (length if everything else 1), 2)), (length, width))
 
 
 def table(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:

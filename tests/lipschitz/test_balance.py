@@ -63,21 +63,14 @@ def test_outputs_stay_and_noise_shrinks(factor: float) -> None:
 def test_the_noise_reaches_its_minimum() -> None:
     """Without biases each term is a product over a_k: the minimal sum is K times their geometric mean."""
     torch.manual_seed(1)
-    model = nn.Sequential(
-        ClipInput(1.0), nn.Linear(20, 9, bias=False), nn.ReLU(), nn.Linear(9, 3, bias=False)
-    )
+    model = nn.Sequential(ClipInput(1.0), nn.Linear(20, 9, bias=False), nn.ReLU(), nn.Linear(9, 3, bias=False))
     with torch.no_grad():
         model[1].weight.mul_(0.01)
     network = trace(model, (20,))
     bounds, norms = bounds_of(network, 1.0), measured_norms(network, "spectral")
     terms = [bounds.sensitivities[n] * p.numel() ** 0.5 for n, p in model.named_parameters()]
     balance_(
-        network,
-        pairs_of(network, dict(model.named_parameters())),
-        bounds,
-        norms,
-        limits_of(network, LIMIT),
-        "spectral",
+        network, pairs_of(network, dict(model.named_parameters())), bounds, norms, limits_of(network, LIMIT), "spectral"
     )
     found = noise_of(bounds_of(network, 1.0), network)
     least = 2 * (terms[0] * terms[1]) ** 0.5
@@ -116,9 +109,7 @@ def test_factors_move_only_where_the_network_stays_the_same() -> None:
 
 def test_a_layer_that_is_used_twice_keeps_its_scale() -> None:
     shared = nn.Linear(4, 4)
-    network = trace(
-        nn.Sequential(ClipInput(1.0), shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(4, 2)), (4,)
-    )
+    network = trace(nn.Sequential(ClipInput(1.0), shared, nn.ReLU(), shared, nn.ReLU(), nn.Linear(4, 2)), (4,))
     assert not pairs_of(network, dict(network.graph.named_parameters()))
 
 
@@ -149,9 +140,7 @@ def test_a_run_can_be_balanced() -> None:
             model[1].weight.mul_(0.05)
             model[1].bias.zero_()
         _, private = private_run(model, clipping=Lipschitz(20.0, 1.0, balanced=is_balanced))
-        noise.append(
-            sum(p.noise_std**2 * private._context.parameters[p.name].numel() for p in private.parts()) ** 0.5
-        )
+        noise.append(sum(p.noise_std**2 * private._context.parameters[p.name].numel() for p in private.parts()) ** 0.5)
         train(model, private, 3)
         fresh = bounds_of(trace(model, (FEATURES,)), 2**0.5).sensitivities
         for part in private.parts():

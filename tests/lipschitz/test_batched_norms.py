@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import batched_norms, limits_of, trace
-from clipwise.lipschitz.batched_norms import (
-    Frobenius,
-    Length,
-    LongestRow,
-    Spectral,
-    Vector,
-    Wanted,
-    measured_together,
-)
+from clipwise.lipschitz.batched_norms import Frobenius, Length, LongestRow, Spectral, Vector, Wanted, measured_together
 from clipwise.lipschitz.bounds import measured_norms
 from clipwise.lipschitz.weights import clip_and_measure_
 
@@ -94,9 +86,7 @@ def test_results_keep_their_order(method: str) -> None:
     w = torch.randn(1, 5, 7, dtype=torch.float64)
     length = Length(torch.linalg.vector_norm(w), 35)
     empty = torch.zeros(1, 0, 3, dtype=torch.float64)
-    found = measured_together(
-        [torch.tensor(3.0).double(), Spectral(w), length, Spectral(empty), Spectral(2 * w)]
-    )
+    found = measured_together([torch.tensor(3.0).double(), Spectral(w), length, Spectral(empty), Spectral(2 * w)])
     assert found[0] == 3.0 and found[3] == 0.0
     assert found[1] < found[2] and found[4] == pytest.approx(2 * found[1], rel=1e-6)
     assert float(Spectral(w)) == found[1] and measured_together([]) == []
@@ -116,12 +106,7 @@ def test_norms_hold_under_adversarial_updates(method: str) -> None:
     """Ascent on the norm itself, and large noise: the certified norm is never below the true one."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        ClipInput(1.0),
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 6),
-        nn.Linear(6, 3),
+        ClipInput(1.0), nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6), nn.Linear(6, 3)
     )
     network = trace(model, (1, 4, 4))
     limits = limits_of(network, 1.5)
@@ -135,9 +120,7 @@ def test_norms_hold_under_adversarial_updates(method: str) -> None:
                     p.add_(torch.randn_like(p) * 10.0 ** (step % 4 - 2))
         kept, _ = clip_and_measure_(network, limits, "spectral", "spectral")
         for op in network.operations:
-            weight = next(
-                (p for own, p in model.named_parameters() if own == op.parameters.get("weight")), None
-            )
+            weight = next((p for own, p in model.named_parameters() if own == op.parameters.get("weight")), None)
             if weight is not None:
                 true = exact(weight.detach().double().flatten(1))
                 assert true <= kept[op.name]["weight"] and true <= 1.5

@@ -98,9 +98,7 @@ def test_slopes_of_activations_are_true_and_reached(kind: type[nn.Module]) -> No
     y = y.detach()
     assert float(g.abs().amax()) <= slope * (1 + 1e-12)
     assert float(g.abs().amax()) >= 0.999 * slope
-    assert float(module(torch.zeros(1))) == pytest.approx(
-        at_zero * math.copysign(1, float(module(torch.zeros(1))))
-    )
+    assert float(module(torch.zeros(1))) == pytest.approx(at_zero * math.copysign(1, float(module(torch.zeros(1)))))
     assert float(y.abs().amax()) <= most
 
 

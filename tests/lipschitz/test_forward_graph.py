@@ -72,10 +72,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "use nn.Linear"),
     "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
-    "the number of examples": (
-        lambda m, x: m.a(x + 1000.0 / x.shape[0]),
-        "number of examples, which is secret",
-    ),
+    "the number of examples": (lambda m, x: m.a(x + 1000.0 / x.shape[0]), "number of examples, which is secret"),
     "a slice of as many": (
         lambda m, x: m.a(x + x[:, : x.shape[0]].sum(1, keepdim=True)),
         "number of examples, which is secret",
@@ -86,10 +83,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     ),
     "a mean over examples": (lambda m, x: m.a(x * (1 / x.size(0))), "number of examples, which is secret"),
     "an old alpha": (lambda m, x: m.a(torch.add(x, 2, x)), "alpha"),
-    "examples moved on": (
-        lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))),
-        "pads the dimension that holds the examples",
-    ),
+    "examples moved on": (lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))), "pads the dimension that holds the examples"),
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
     "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "returns torch.float16"),
@@ -148,9 +142,7 @@ def test_the_shape_of_the_input_may_be_read(sized: Callable[[Tensor, Tensor], Te
         (lambda raw, x: x + raw.T.shape[0], "Begin the model with"),
     ],
 )
-def test_nothing_else_of_the_input_may_be_read(
-    forward: Callable[[Tensor, Tensor], Tensor], message: str
-) -> None:
+def test_nothing_else_of_the_input_may_be_read(forward: Callable[[Tensor, Tensor], Tensor], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         trace(SizedByItsInput(forward), (4,))  # type: ignore[arg-type]
 
@@ -228,8 +220,7 @@ def test_an_activation_has_the_bound_of_its_module_whatever_its_settings(kind: s
             return function(x)
 
     found = [
-        bounds_of(trace(nn.Sequential(ClipInput(1.0), f, last), (4,)), 1.0).sensitivities
-        for f in (Called(), module)
+        bounds_of(trace(nn.Sequential(ClipInput(1.0), f, last), (4,)), 1.0).sensitivities for f in (Called(), module)
     ]
     assert found[0] == found[1]
 

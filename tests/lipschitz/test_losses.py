@@ -120,6 +120,8 @@ class Stated(BoundedLoss):
 
 @pytest.mark.parametrize("stated", [-1.0, 0.0, math.nan, math.inf, "1", None, torch.tensor([1.0, 2.0])])
 def test_a_constant_that_bounds_nothing_is_refused(stated: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"Stated\.constant\(\(3,\)\) must be a finite number that is greater than 0"):
+    with pytest.raises(
+        ConfigurationError, match=r"Stated\.constant\(\(3,\)\) must be a finite number that is greater than 0"
+    ):
         constant_of(Stated(stated), (3,))
     assert constant_of(Stated(np.float32(2.0)), (3,)) == 2.0

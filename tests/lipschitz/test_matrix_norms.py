@@ -51,9 +51,7 @@ def test_bounds_are_never_below_the_svd_nor_far_above(
     loose = math.inf
     for iterations in range(8):
         bound = float(gram_bounds(w, iterations))
-        assert (
-            true * (1 - 1e-15) <= bound <= loose * (1 + 1e-9)
-        )  # an upper bound at each iteration, and a tighter one
+        assert true * (1 - 1e-15) <= bound <= loose * (1 + 1e-9)  # an upper bound at each iteration, and a tighter one
         loose = bound
 
 
@@ -142,9 +140,7 @@ def test_a_torus_of_the_image_itself_would_be_too_small() -> None:
     """Zero padding needs a torus of n + k - 1 pixels: on n pixels the operator differs."""
     module = nn.Conv1d(1, 1, 2, padding=1, bias=False).double()
     module.weight.data = torch.tensor([[[1.0, -1.0]]], dtype=torch.float64)
-    assert exact(as_operator(module, (1, 1))) == pytest.approx(
-        math.sqrt(2)
-    )  # wrapped onto one pixel the kernel is 0
+    assert exact(as_operator(module, (1, 1))) == pytest.approx(math.sqrt(2))  # wrapped onto one pixel the kernel is 0
     assert math.sqrt(2) <= float(torus_bound(module.weight, 1, windows_of(module, (1,), (2,)))) <= 2.001
 
 

@@ -140,9 +140,7 @@ def test_operations_before_a_second_clip_are_compared_too() -> None:
     match = GraphMatch(trace(model, (3,)))
     x = torch.randn(4, 3)
     match.require(model(x))
-    match.require(
-        model((2 * x.requires_grad_()).exp())
-    )  # operations on an input before its clip do not matter
+    match.require(model((2 * x.requires_grad_()).exp()))  # operations on an input before its clip do not matter
     with pytest.raises(UnsupportedModelError, match="outputs: "):
         match.require(model(model.a(x)))  # a use before the clip has a gradient too
     model.first = 50.0

@@ -73,10 +73,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"targets": [0] * 6}, "targets must be a tensor .* not list"),
     "a number": ({"inputs": torch.tensor(1.0)}, "inputs must be a tensor .* not a single number"),
     "another type": ({"inputs": torch.ones(6, 4).double()}, "inputs: the model does not take such rows"),
-    "a class that is not there": (
-        {"targets": torch.full((6,), 9)},
-        "targets: the loss does not take such rows",
-    ),
+    "a class that is not there": ({"targets": torch.full((6,), 9)}, "targets: the loss does not take such rows"),
 }
 
 

@@ -81,14 +81,7 @@ class WithoutTensors(Model):
         self.words, self.pairs = {"a": [1.0]}, ((1.0, [2.0]), "b")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (
-            self.shift
-            + self.clip(x)
-            - self.shifts[0]
-            + self.settings.shift
-            + self.words["a"][0]
-            + self.pairs[0][1][0]
-        )
+        x = self.shift + self.clip(x) - self.shifts[0] + self.settings.shift + self.words["a"][0] + self.pairs[0][1][0]
         if self.branch is not None:
             x = x + self.branch
         x = F.dropout(x, self.rate, self.training) * self.scale * self.factor

@@ -211,9 +211,7 @@ def test_callers_may_draw_at_the_same_time() -> None:
 def test_a_draw_of_one_chunk_asks_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     pool = noise._pool
-    monkeypatch.setattr(
-        noise, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads)
-    )
+    monkeypatch.setattr(noise, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads))
     torch.set_num_threads(4)
     gaussian(derived(), noise._CPU_CHUNK, 1.0)
     assert asked == []

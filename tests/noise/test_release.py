@@ -153,14 +153,10 @@ def test_only_a_sum_that_is_alone_and_dense_is_given_to_the_draw() -> None:
 
 @given(
     shapes=st.lists(
-        st.lists(st.sampled_from([(), (1,), (3,), (2, 5), (0,)]), min_size=1, max_size=3),
-        min_size=2,
-        max_size=4,
+        st.lists(st.sampled_from([(), (1,), (3,), (2, 5), (0,)]), min_size=1, max_size=3), min_size=2, max_size=4
     )
 )
-def test_parts_noised_together_get_each_its_own_piece_of_one_draw(
-    shapes: list[list[tuple[int, ...]]],
-) -> None:
+def test_parts_noised_together_get_each_its_own_piece_of_one_draw(shapes: list[list[tuple[int, ...]]]) -> None:
     parts, sums, expected = [], {}, []
     for k, some in enumerate(shapes):
         names = tuple(f"{k}/{i}" for i in range(len(some)))
@@ -290,9 +286,7 @@ def test_fused_optimizers_take_models_in_channels_last(fused: type[torch.optim.O
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         data = TensorDataset(torch.randn(6, 3, 6, 6), torch.arange(6) % 3)
         optimizer = fused(model.parameters(), lr=0.1, **options)  # type: ignore[call-arg]
-        private = make_private(
-            model, optimizer, data, clipping=PerExample(1.0), sampling="full", noise_multiplier=0
-        )
+        private = make_private(model, optimizer, data, clipping=PerExample(1.0), sampling="full", noise_multiplier=0)
         for x, y in private.loader:
             private.step(F.cross_entropy(model(x), y, reduction="none"))
         found.append([p.detach() for p in model.parameters()])
@@ -303,8 +297,6 @@ def test_noise_is_put_onto_the_scaled_sum_and_then_the_scale_is_taken_off() -> N
     """(m s + noise) / (m d): the noise is for the sensitivity of the scaled sum."""
     sums = [torch.full((3,), 2.0), torch.full((2 * LIMIT,), 5.0), torch.full((4,), -1.0)]
     scales = [4.0, 0.5, 8.0]
-    found = noised(
-        list(sums), lambda bucket, size, dtype, onto, d: put(torch.ones(size), onto, d), 10.0, scales
-    )
+    found = noised(list(sums), lambda bucket, size, dtype, onto, d: put(torch.ones(size), onto, d), 10.0, scales)
     for value, m, result in zip((2.0, 5.0, -1.0), scales, found, strict=True):
         torch.testing.assert_close(result, torch.full_like(result, (m * value + 1) / (m * 10)))

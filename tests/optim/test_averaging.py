@@ -135,9 +135,7 @@ def test_a_copy_goes_to_a_model_of_the_same_kind() -> None:
     averages = AveragedParameters(network())
     for other in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))):
         before = parameters(other)
-        with pytest.raises(
-            ConfigurationError, match=r"copy_to: the model has no parameter '0\.weight' of shape"
-        ):
+        with pytest.raises(ConfigurationError, match=r"copy_to: the model has no parameter '0\.weight' of shape"):
             averages.copy_to(other)
         assert same(before, parameters(other))
 

@@ -75,7 +75,5 @@ def test_the_statement_assumes_that_it_looks_at_no_record() -> None:
     for penalty in (None, ridge):
         model, private = private_run(penalty=penalty)
         train(model, private, 1)
-        assert (wording.PENALISED in str(private.statement()).replace("\n" + " " * 15, " ")) is (
-            penalty is not None
-        )
+        assert (wording.PENALISED in str(private.statement()).replace("\n" + " " * 15, " ")) is (penalty is not None)
         assert (wording.PENALISED in private.statement().to_dict()["assumptions"]) is (penalty is not None)

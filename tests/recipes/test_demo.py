@@ -71,14 +71,7 @@ def test_a_private_run_writes_its_ledger_and_statement(first, name, budget):
     assert "tuned on these" in text and statement["notes"] == metrics["notes"]
 
     # A finished run is not resumed, so no secret is kept.
-    names = [
-        "checkpoint.pt",
-        "ledger",
-        "metrics.json",
-        "model.safetensors",
-        "statement.json",
-        "statement.txt",
-    ]
+    names = ["checkpoint.pt", "ledger", "metrics.json", "model.safetensors", "statement.json", "statement.txt"]
     assert sorted(p.name for p in folder.iterdir()) == names
 
 
@@ -122,11 +115,7 @@ def test_runs_without_a_seed_differ(tmp_path):
 def test_an_empty_folder_is_used_and_a_bad_one_refused(tmp_path):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "file" / "inside")])
-    assert (
-        result.exit_code == 2
-        and result.stderr.startswith("error: --out")
-        and "Traceback" not in result.output
-    )
+    assert result.exit_code == 2 and result.stderr.startswith("error: --out") and "Traceback" not in result.output
     (tmp_path / "empty").mkdir()
     assert fresh_folder(tmp_path / "empty") == tmp_path / "empty"
     assert fresh_folder(tmp_path / "file") == tmp_path / "file-2"

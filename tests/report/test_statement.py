@@ -16,16 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import (
-    FileLedger,
-    Multipliers,
-    PerExample,
-    RandomLayer,
-    Released,
-    Sparse,
-    accounting,
-    make_private,
-)
+from clipwise import FileLedger, Multipliers, PerExample, RandomLayer, Released, Sparse, accounting, make_private
 from clipwise.errors import LedgerError
 from clipwise.privacy import Adjacency, Entry, Event, Part, Sampling, Spent, Unit
 from clipwise.report.risk import Risk
@@ -112,11 +103,7 @@ def test_it_says_who_is_protected_and_how() -> None:
     ("sampling", "adjacency", "words"),
     [
         (Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, "one user replaced by another"),
-        (
-            Sampling.POISSON,
-            Adjacency.ADD_REMOVE,
-            "one user added or removed (the number of users is not public)",
-        ),
+        (Sampling.POISSON, Adjacency.ADD_REMOVE, "one user added or removed (the number of users is not public)"),
     ],
 )
 def test_it_names_the_neighbours(sampling: Sampling, adjacency: Adjacency, words: str) -> None:
@@ -125,9 +112,7 @@ def test_it_names_the_neighbours(sampling: Sampling, adjacency: Adjacency, words
 
 @pytest.mark.parametrize("sampling", Sampling)
 def test_it_says_how_batches_are_drawn(sampling: Sampling) -> None:
-    adjacency = (
-        Adjacency.REPLACE_ONE if sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION) else Adjacency.ZERO_OUT
-    )
+    adjacency = Adjacency.REPLACE_ONE if sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION) else Adjacency.ZERO_OUT
     rate = 1.0 if sampling is Sampling.FULL else 0.2
     said = line(statement(event=Event(sampling, adjacency, Unit.RECORD, 1.1, rate)), "releases")
     assert f"{sampling} sampling" in said and "(" in said and "{" not in said
@@ -211,9 +196,7 @@ def test_it_is_plain_data_too() -> None:
 
 
 def test_json_has_no_infinity() -> None:
-    plain = of_releases(
-        [Entry(replace(EVENT, noise_multiplier=0.0), 3)], EVENT, 1e-5, run="", sittings=()
-    ).to_dict()
+    plain = of_releases([Entry(replace(EVENT, noise_multiplier=0.0), 3)], EVENT, 1e-5, run="", sittings=()).to_dict()
     assert plain["spent"]["epsilon"] is None and plain["attacker"]["mu"] is None
     json.dumps(plain, allow_nan=False)
 
@@ -228,9 +211,7 @@ def test_every_field_is_documented() -> None:
 
 
 def test_the_statement_of_a_run(tmp_path: Path) -> None:
-    model, private = private_run(
-        ledger=tmp_path / "run.ledger", clipping=PerExample(0.5, parts="layer"), seed=1
-    )
+    model, private = private_run(ledger=tmp_path / "run.ledger", clipping=PerExample(0.5, parts="layer"), seed=1)
     train(model, private, 3)
     said = private.statement()
     assert said.spent == private.spent() and said.history == tuple(private._context.ledger.history())
@@ -250,9 +231,7 @@ def test_a_run_has_a_tradeoff_curve() -> None:
     assert private.tradeoff().advantage() == pytest.approx(0, abs=1e-12)
     train(model, private, 2)
     expected = accounting.tradeoff_of(private._context.ledger.history())
-    assert (
-        private.tradeoff().power(0.01) == expected.power(0.01) == private.statement().risk.power[1][1] > 0.01
-    )
+    assert private.tradeoff().power(0.01) == expected.power(0.01) == private.statement().risk.power[1][1] > 0.01
 
 
 def test_before_the_first_step() -> None:
@@ -290,9 +269,7 @@ def test_an_older_ledger_is_readable(tmp_path: Path) -> None:
     with FileLedger(tmp_path / "ledger", header={"dataset_size": 10**6}) as book:
         book.charge(EVENT)
     said = of_ledger(tmp_path / "ledger")
-    assert (
-        said.spent.delta == pytest.approx(1e-7) and said.dataset_size == 10**6 and "not recorded" in str(said)
-    )
+    assert said.spent.delta == pytest.approx(1e-7) and said.dataset_size == 10**6 and "not recorded" in str(said)
     with FileLedger(tmp_path / "bare") as book:
         book.charge(EVENT)
     assert of_ledger(tmp_path / "bare").spent.delta == 1e-5

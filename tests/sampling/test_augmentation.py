@@ -73,14 +73,7 @@ def test_a_generator_repeats_and_none_does_not():
 def test_views_of_an_example_lie_together():
     x, y = torch.arange(3.0).view(3, 1, 1, 1), torch.arange(3)
     views = Views(2)
-    assert views.of(x).flatten().tolist() == [0, 0, 1, 1, 2, 2] and views.labels(y).tolist() == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-    ]
+    assert views.of(x).flatten().tolist() == [0, 0, 1, 1, 2, 2] and views.labels(y).tolist() == [0, 0, 1, 1, 2, 2]
     assert views.mean(torch.tensor([1.0, 3, 5, 7, 0, 1])).tolist() == [2, 6, 0.5]
 
 
@@ -101,9 +94,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(clipwise.ConfigurationError, match="larger than the padded image: take"):
         Crop(12, padding=1)(images(1), random())
     for draw in (Crop(2), Flip()):
-        with pytest.raises(
-            clipwise.ConfigurationError, match=r"images of shape \[B, C, H, W\].*2 dimensions"
-        ):
+        with pytest.raises(clipwise.ConfigurationError, match=r"images of shape \[B, C, H, W\].*2 dimensions"):
             draw(torch.zeros(3, 4), random())
 
 
@@ -297,9 +288,7 @@ def test_views_come_from_the_run_s_key():
     first, private = views_of_the_first_batch(seed=5)
     torch.manual_seed(1)
     assert torch.equal(first, views_of_the_first_batch(seed=5)[0])
-    assert torch.equal(first, next(iter(private.loader))[0].detach()), (
-        "handed out again, it has the same views"
-    )
+    assert torch.equal(first, next(iter(private.loader))[0].detach()), "handed out again, it has the same views"
     model = private._context.model
     private.step(plain_losses(model, *next(iter(private.loader))))
     second = next(iter(private.loader))[0].detach()

@@ -66,10 +66,7 @@ def collated(records: list[Any]) -> Any:
     ("dataset", "remedy"),
     [
         (DataLoader(data(), batch_size=8), r"loader\.dataset, batch_size=8, \.\.\.\)"),
-        (
-            DataLoader(data(), batch_size=8, collate_fn=collated),
-            r"batch_size=8, collate_fn=loader\.collate_fn",
-        ),
+        (DataLoader(data(), batch_size=8, collate_fn=collated), r"batch_size=8, collate_fn=loader\.collate_fn"),
         (DataLoader(data(), batch_size=None), r"loader\.dataset, batch_size=\.\.\."),
         (Frame(), r"TensorDataset\(torch\.tensor\(table\[features\]"),
         (Arrow(), r"TensorDataset\(torch\.tensor\(table\[features\]"),

@@ -21,7 +21,5 @@ from clipwise.sampling.loader import _is_of_a_dead_worker
     ],
     ids=repr,
 )
-def test_a_dead_worker_is_distinguished_from_an_error_of_the_data_set(
-    error: Exception, is_dead: bool
-) -> None:
+def test_a_dead_worker_is_distinguished_from_an_error_of_the_data_set(error: Exception, is_dead: bool) -> None:
     assert _is_of_a_dead_worker(error) is is_dead

@@ -310,9 +310,7 @@ def test_a_batch_costs_little_more_than_its_indexing() -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("most", [None, 3, 50])
 @pytest.mark.parametrize("scheme", [Poisson(SIZE, 0.1), FixedSize(SIZE, 7), Shuffled(SIZE, 7)])
-def test_a_loop_that_stops_after_len_items_has_made_one_epoch(
-    scheme: Scheme, most: int | None, workers: int
-) -> None:
+def test_a_loop_that_stops_after_len_items_has_made_one_epoch(scheme: Scheme, most: int | None, workers: int) -> None:
     engine = Engine(scheme, max_physical_batch_size=most, num_workers=workers)
     for _, item in zip(range(len(engine.loader)), engine.loader, strict=True):
         for piece in [item] if most is None else item:
@@ -339,9 +337,7 @@ def test_both_ways_yield_the_same_pieces() -> None:
         (Full(SIZE), 7, 6),
     ],
 )
-def test_the_length_of_pieces_follows_from_public_numbers(
-    scheme: Scheme, most: int | None, length: int
-) -> None:
+def test_the_length_of_pieces_follows_from_public_numbers(scheme: Scheme, most: int | None, length: int) -> None:
     engine = Engine(scheme, max_physical_batch_size=most)
     assert len(engine.loader.pieces()) == length
     handed_out = sum(engine.step() is not None for _ in engine.loader.pieces())

@@ -132,9 +132,7 @@ def test_a_mapping_is_no_column(ids: Any) -> None:
 
 @pytest.mark.parametrize("ids", [set(range(6)), frozenset(range(6))], ids=lambda ids: type(ids).__name__)
 def test_a_set_is_no_column(ids: Any) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"group is a (frozen)?set.*not in the order.*id for each record"
-    ):
+    with pytest.raises(ConfigurationError, match=r"group is a (frozen)?set.*not in the order.*id for each record"):
         ByUser(ids)
 
 
@@ -154,9 +152,7 @@ def test_make_private_refuses_owners_by_key() -> None:
     def make(group: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = TensorDataset(torch.randn(6, 2))
-        make_private(
-            model, optimizer, data, clipping=Batch(), group=group, batch_size=2, noise_multiplier=1.0
-        )
+        make_private(model, optimizer, data, clipping=Batch(), group=group, batch_size=2, noise_multiplier=1.0)
 
     make([OWNER[i] for i in range(6)])
     for group in (OWNER, set(OWNER)):

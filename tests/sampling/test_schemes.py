@@ -16,17 +16,7 @@ from scipy import stats
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
-from clipwise.sampling import (
-    FixedSize,
-    Full,
-    Partition,
-    Poisson,
-    Scheme,
-    Shuffled,
-    TruncatedPoisson,
-    base,
-    make_scheme,
-)
+from clipwise.sampling import FixedSize, Full, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson, base, make_scheme
 
 ALL = [
     Poisson(50, 0.1),
@@ -206,9 +196,7 @@ def test_truncated_poisson_is_the_law_of_a_cut_poisson_draw() -> None:
     subsets = [s for k in range(limit + 1) for s in itertools.combinations(range(size), k)]
     assert set(seen) <= set(subsets)
     law = stats.binom(size, rate)
-    shares = [law.pmf(k) / math.comb(size, k) for k in range(limit)] + [
-        law.sf(limit - 1) / math.comb(size, limit)
-    ]
+    shares = [law.pmf(k) / math.comb(size, k) for k in range(limit)] + [law.sf(limit - 1) / math.comb(size, limit)]
     assert chi_square([seen[s] for s in subsets], [count * shares[len(s)] for s in subsets]) > ACCEPT
 
 
@@ -307,9 +295,7 @@ def test_shuffled_order_is_the_same_under_every_version_of_numpy() -> None:
 
 def test_shuffled_orders_are_uniform_and_differ_between_epochs() -> None:
     scheme = Shuffled(4, 1)
-    seen = Counter(
-        tuple(int(scheme.draw(b"", secret(("epoch", e)), k)[0]) for k in range(4)) for e in range(6000)
-    )
+    seen = Counter(tuple(int(scheme.draw(b"", secret(("epoch", e)), k)[0]) for k in range(4)) for e in range(6000))
     assert len(seen) == 24
     assert chi_square(list(seen.values()), [250.0] * 24) > ACCEPT
 

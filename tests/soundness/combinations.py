@@ -165,9 +165,7 @@ def _strategy(clipping: str, option: str, size: Size, unit: str) -> tuple[Any, n
     except TypeError as error:  # it has no such argument
         raise ConfigurationError(str(error)) from error
     if "running_statistics" in options:
-        put = (
-            layers.with_released_statistics if clipping == "PerExample" else layers.without_running_statistics
-        )
+        put = layers.with_released_statistics if clipping == "PerExample" else layers.without_running_statistics
         model = put(nn.Sequential(model, nn.BatchNorm1d(1)))
     return strategy, model
 

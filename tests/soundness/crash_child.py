@@ -108,9 +108,7 @@ def charge_late(private: Private) -> None:
 
 def begin(plan: dict[str, Any], files: Files, join: bool = False) -> tuple[nn.Module, Private]:
     random = torch.Generator().manual_seed(0)
-    dataset = TensorDataset(
-        torch.randn(20, 3, generator=random), torch.randint(0, 2, (20,), generator=random)
-    )
+    dataset = TensorDataset(torch.randn(20, 3, generator=random), torch.randint(0, 2, (20,), generator=random))
     model = nn.Linear(3, 2)
     private = make_private(
         model,

@@ -90,8 +90,7 @@ def excess(clipper: Clipper, one: dict[str, Tensor], other: dict[str, Tensor], a
     """Return the largest movement of a part, over its stated sensitivity under this adjacency."""
     factor = 2.0 if adjacency is Adjacency.REPLACE_ONE else 1.0
     return max(
-        distance({n: one[n] for n in b.parameters}, {n: other[n] for n in b.parameters})
-        / (factor * b.sensitivity)
+        distance({n: one[n] for n in b.parameters}, {n: other[n] for n in b.parameters}) / (factor * b.sensitivity)
         for b in clipper.bounds
     )
 

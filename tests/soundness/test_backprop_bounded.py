@@ -157,9 +157,7 @@ def test_through_the_engine(sampling: str, adjacency: str, factor: float, mode: 
         private._context.keys.key = NoiseKey.from_seed(3, b"the same draws")
         rows, weight, ids = next(iter(private.loader))
         private.backward((model(rows) * torch.tensor([1.0, -1.0, 1.0])).sum(1) * weight)
-        sums = {
-            n: p.grad.double() * private.divisor for n, p in model.named_parameters() if p.grad is not None
-        }
+        sums = {n: p.grad.double() * private.divisor for n, p in model.named_parameters() if p.grad is not None}
         return sums, private, int(ids[0])
 
     x = torch.randn(20, 5, generator=torch.Generator().manual_seed(3))

@@ -19,18 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import (
-    Adaptive,
-    Batch,
-    ByNorm,
-    Decay,
-    Multipliers,
-    Private,
-    Public,
-    RandomLayer,
-    Released,
-    make_private,
-)
+from clipwise import Adaptive, Batch, ByNorm, Decay, Multipliers, Private, Public, RandomLayer, Released, make_private
 from clipwise.clipping.base import Site
 from clipwise.clipping.grouping import Policy
 from clipwise.clipping.thresholds import Constants
@@ -116,9 +105,7 @@ def moved(private: Private, one: Mapping[str, Tensor], other: Mapping[str, Tenso
     found = {}
     for part in private.parts():
         scales = part.scales or (1.0,) * len(part.parameters)
-        changes = [
-            float((one[n] - other[n]).norm()) * m for n, m in zip(part.parameters, scales, strict=True)
-        ]
+        changes = [float((one[n] - other[n]).norm()) * m for n, m in zip(part.parameters, scales, strict=True)]
         found[part.name] = math.hypot(*changes) / part.sensitivity
     return found
 
@@ -184,9 +171,7 @@ def test_no_neighbour_exceeds_the_bound(
 
 @pytest.mark.parametrize(("sampling", "adjacency", "unit"), OF_BATCH)
 @pytest.mark.parametrize("is_local", [False, True])
-def test_a_whole_run_replayed_on_a_neighbour(
-    sampling: str, adjacency: str, unit: str, is_local: bool
-) -> None:
+def test_a_whole_run_replayed_on_a_neighbour(sampling: str, adjacency: str, unit: str, is_local: bool) -> None:
     """Each step uses the weights that the first run released; a step without the unit moves nothing."""
 
     def update(model: nn.Module, mini_set: Any) -> None:

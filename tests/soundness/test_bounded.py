@@ -51,11 +51,7 @@ def neighbours(case: Case, draw: dict[str, object]) -> tuple[Batch, Batch, Batch
     for i in range(SIZE):
         plain = plain.distorted(i, draw["crowd"], draw["crowd_factor"])
     ordinary = plain.distorted(draw["place"], "none", 1.0)
-    return (
-        plain.distorted(draw["place"], draw["distortion"], draw["factor"]),
-        plain.without(draw["place"]),
-        ordinary,
-    )
+    return (plain.distorted(draw["place"], draw["distortion"], draw["factor"]), plain.without(draw["place"]), ordinary)
 
 
 def ordinary(draw: dict[str, object]) -> bool:
@@ -72,8 +68,7 @@ def worst(clipper: Clipper, model: nn.Module, batches: tuple[Batch, Batch, Batch
     """Return the movement of the sum between neighbours, over the stated sensitivity."""
     mine, removed, replaced = (clipped_sum(clipper, model, b) for b in batches)
     return max(
-        excess(clipper, mine, removed, Adjacency.ZERO_OUT),
-        excess(clipper, mine, replaced, Adjacency.REPLACE_ONE),
+        excess(clipper, mine, removed, Adjacency.ZERO_OUT), excess(clipper, mine, replaced, Adjacency.REPLACE_ONE)
     )
 
 
@@ -100,9 +95,7 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(case: Case) -> Non
 def test_an_empty_batch_gives_zero() -> None:
     model = nn.Linear(3, 2)
     total = attach(model, PerExample()).clipped_sum(model(torch.zeros(0, 3)).sum(1))
-    assert all(
-        not t.any() and t.shape == p.shape for t, p in zip(total.values(), model.parameters(), strict=True)
-    )
+    assert all(not t.any() and t.shape == p.shape for t, p in zip(total.values(), model.parameters(), strict=True))
 
 
 @BY_NAME
@@ -123,9 +116,7 @@ def test_a_small_batch_is_bounded_too(case: Case, batch: int) -> None:
     assert excess(clipper, clipped_sum(clipper, model, drawn), nothing, Adjacency.ZERO_OUT) <= batch * SLACK
 
 
-BFLOAT16 = [
-    c for c in CASES if c.name in ("linear", "linear positions", "chunked", "layer norm", "tied", "twice")
-]
+BFLOAT16 = [c for c in CASES if c.name in ("linear", "linear positions", "chunked", "layer norm", "tied", "twice")]
 
 
 @pytest.mark.parametrize("autocast", [True, False])

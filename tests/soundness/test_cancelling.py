@@ -124,9 +124,7 @@ def test_a_gram_norm_without_care_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Outer, "squared_norms", careless)
     left, right = batch_of(16, 64, 48, 1e15)
     left[0] = left[0, :1] * torch.linspace(1, 2, 16)[:, None]  # no two products round alike
-    right[0] = (
-        right[0, :1] * (1 / torch.linspace(1, 2, 16)[:, None]) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
-    )
+    right[0] = right[0, :1] * (1 / torch.linspace(1, 2, 16)[:, None]) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
     with pytest.raises(AssertionError):
         require_bounded(Outer(left, right), 0)
 
@@ -138,9 +136,7 @@ def test_repeated_ids_with_opposite_gradients(scale: float) -> None:
     g = torch.cat([g, -g, 1e-6 * g[:, :1]], 1) * scale
     ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0]])
     example = torch.arange(2).repeat_interleave(9)
-    rows = Rows(
-        example, torch.cat([ids, ids * 0]).flatten(), torch.cat([g, g]).flatten(0, 1), 2, torch.Size((5, 7))
-    )
+    rows = Rows(example, torch.cat([ids, ids * 0]).flatten(), torch.cat([g, g]).flatten(0, 1), 2, torch.Size((5, 7)))
     norms = require_bounded(rows, 0)
     truth = torch.stack([rows.instantiate(slice(i, i + 1))[0].double().norm() for i in range(2)])
     assert (norms >= truth).all() and (norms <= truth * 1.001 + 1e-4 * scale * 1e-5 + 1e-17).all()
@@ -268,10 +264,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: nn.Sequential(Transposed(), nn.ConvTranspose1d(6, 5, 1), Transposed()),
         _repeated((16, 6)),
     ),
-    **{
-        kind.__name__: (lambda k=kind: Remembering(k), _repeated((16, 6)))
-        for kind in (nn.RNN, nn.LSTM, nn.GRU)
-    },
+    **{kind.__name__: (lambda k=kind: Remembering(k), _repeated((16, 6))) for kind in (nn.RNN, nn.LSTM, nn.GRU)},
     "unknown": (Unknown, _repeated((16, 6))),
 }
 
@@ -302,9 +295,7 @@ def test_models_with_cancelling_positions(
         return clipper.clipped_sum((out * _cancelling_weights(out) * noise).flatten(1).sum(1) * scale)
 
     whole = total(x)
-    assert all(
-        t.norm() <= 3 * bound.sensitivity * SLACK for bound in clipper.bounds for t in [whole[bound.name]]
-    )
+    assert all(t.norm() <= 3 * bound.sensitivity * SLACK for bound in clipper.bounds for t in [whole[bound.name]])
     if method in ("vmap", "loop"):
         return  # torch's kernels may sum positions in an order that depends on other examples
     assert excess(clipper, whole, total(x[1:]), Adjacency.ZERO_OUT) <= SLACK
@@ -319,9 +310,7 @@ def test_one_gradient_that_cancels_is_no_longer_than_its_norm(name: str) -> None
     build, draw = MODELS[name]
     model, x = build(), draw()
     out = model(x)
-    found = per_example_gradients(
-        (out * _cancelling_weights(out)).flatten(1).sum(1) * 1e6, trainable(model), Memory()
-    )
+    found = per_example_gradients((out * _cancelling_weights(out)).flatten(1).sum(1) * 1e6, trainable(model), Memory())
     norms = {n: s.sqrt() for n, s in found.squared_norms().items()}
     for i in range(3):
         alone = F.one_hot(torch.tensor(i), 3).double()

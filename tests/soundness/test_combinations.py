@@ -53,9 +53,7 @@ def test_an_option_goes_with_all_rows_of_a_strategy_or_with_none(option: str) ->
     for one in TABLE:
         assert is_accepted(one, option) is takes[one.clipping.partition("(")[0]], one
     for clipping, is_taken in takes.items():  # nothing without a row is accepted
-        refused = Combination(
-            "partition", "replace-one", "user" if clipping == "Batch" else "record", clipping
-        )
+        refused = Combination("partition", "replace-one", "user" if clipping == "Batch" else "record", clipping)
         assert not (is_taken and is_accepted(refused, option))
 
 

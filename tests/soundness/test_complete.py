@@ -15,15 +15,7 @@ from torch import Tensor, nn
 import clipwise
 from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients import (
-    METHODS,
-    FallbackWarning,
-    Memory,
-    by_loop,
-    per_example_gradients,
-    register,
-    registered,
-)
+from clipwise.gradients import METHODS, FallbackWarning, Memory, by_loop, per_example_gradients, register, registered
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.owners import Ragged
@@ -72,9 +64,7 @@ def test_a_frozen_parameter_may_be_unused() -> None:
 def test_a_detached_parameter_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     with pytest.raises(UnsupportedModelError, match=r"0\.weight"):
-        per_example_gradients(
-            model[1](model[0](torch.randn(4, 3)).detach()).sum(1), trainable(model), Memory()
-        )
+        per_example_gradients(model[1](model[0](torch.randn(4, 3)).detach()).sum(1), trainable(model), Memory())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -212,17 +202,13 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
     monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": blind})
     model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
     with pytest.warns(FallbackWarning, match="AddmmBackward0"):
-        found = per_example_gradients(losses(model, (x,)), trainable(model), Memory()).instantiate(
-            slice(0, 4)
-        )
+        found = per_example_gradients(losses(model, (x,)), trainable(model), Memory()).instantiate(slice(0, 4))
     for name, expected in oracle(model, (x,)).items():
         torch.testing.assert_close(found[name], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_wrong_rule_is_found_before_any_release(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rule_is_found_before_any_release(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = registered()["AddmmBackward0"]
 
     def wrong(node: Node, shapes: registry.Shapes) -> registry.Finish:
@@ -254,9 +240,7 @@ def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = case.build(), case.draw(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
-        found = per_example_gradients(losses(model, inputs), trainable(model), Memory()).instantiate(
-            slice(0, 3)
-        )
+        found = per_example_gradients(losses(model, inputs), trainable(model), Memory()).instantiate(slice(0, 3))
     assert called
     for name, expected in oracle(model, inputs).items():
         torch.testing.assert_close(found[name], expected)
@@ -272,9 +256,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("mistake", [1, 2])
-def test_the_documented_rule_works_and_is_checked_on_first_use(
-    mistake: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_rule_works_and_is_checked_on_first_use(mistake: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
     @clipwise.gradients.register("ScaleBackward")
@@ -358,9 +340,7 @@ RECURRENT = [
 
 def cudnn_node(net: nn.RNNBase, x: Tensor, out: Tensor, h0: Tensor, c0: Tensor | None) -> StandIn:
     """Return what cuDNN's node would have saved."""
-    kind = {nn.LSTM: 2, nn.GRU: 3}.get(
-        type(net), {"tanh": 1, "relu": 0}.get(getattr(net, "nonlinearity", ""))
-    )
+    kind = {nn.LSTM: 2, nn.GRU: 3}.get(type(net), {"tanh": 1, "relu": 0}.get(getattr(net, "nonlinearity", "")))
     return StandIn(
         node_name="CudnnRnnBackward0", _saved_weight=list(net._flat_weights), _saved_batch_sizes=(),
         _saved_num_layers=net.num_layers, _saved_train=True, _saved_dropout=net.dropout, _saved_mode=kind,
@@ -379,9 +359,7 @@ def require_gradients(
         forms = rule(node, {1 + j: w.shape for j, w in enumerate(weights)})(g, layouts)
     for i in range(next(iter(layouts.values())).batch):
         loss = sum((layouts[k].only(g[k], i) * outputs[k]).sum() for k in g)
-        truth = torch.autograd.grad(
-            loss, weights, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        truth = torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True, materialize_grads=True)
         for j, expected in enumerate(truth):
             torch.testing.assert_close(forms[1 + j].instantiate(slice(i, i + 1))[0], expected)
 
@@ -568,9 +546,7 @@ def test_functional_batch_norm_is_refused_by_the_graph(affine: str) -> None:
 def test_an_embedding_scaled_by_frequency_is_refused() -> None:
     model = nn.Embedding(4, 3, scale_grad_by_freq=True)
     with pytest.raises(CoupledExamplesError, match="scale_grad_by_freq"):
-        per_example_gradients(
-            model(torch.tensor([[0, 1], [1, 1]])).flatten(1).sum(1), trainable(model), Memory()
-        )
+        per_example_gradients(model(torch.tensor([[0, 1], [1, 1]])).flatten(1).sum(1), trainable(model), Memory())
 
 
 class Leaky(nn.Module):

@@ -94,9 +94,7 @@ def test_shuffled_is_never_counted_as_poisson(adjacency: str, steps: int) -> Non
     assert {entry.event.sampling for entry in history} == {Sampling.SHUFFLED}
     assert {entry.event.period for entry in history} == {5}
     passes = math.ceil(steps / 5)
-    assert private.spent().epsilon == pytest.approx(
-        gaussian_epsilon(math.sqrt(passes) / 1.5, DELTA), rel=1e-4
-    )
+    assert private.spent().epsilon == pytest.approx(gaussian_epsilon(math.sqrt(passes) / 1.5, DELTA), rel=1e-4)
     assert private.spent().epsilon > 1.2 * library_epsilon(1.5, 1 / 5, steps, replace_one=False)
     factor = 1 if adjacency == "zero-out" else 2
     assert private.parts()[0].sensitivity == factor

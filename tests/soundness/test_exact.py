@@ -130,9 +130,7 @@ def exact(private: Private, case: Case, victims: list[int] | None = None) -> Exa
 def total_of(private: Private, combination: Combination) -> mixtures.Sum:
     if combination.clipping == "Batch" and combination.unit == "record":
         assert isinstance(private._context.strategy, Batch)
-        return mixtures.sum_of_mini_sets(
-            mini_sets_of(private._context.scheme, private._context.strategy.mini_sets)
-        )
+        return mixtures.sum_of_mini_sets(mini_sets_of(private._context.scheme, private._context.strategy.mini_sets))
     return mixtures.sum_of_units
 
 
@@ -211,11 +209,7 @@ def test_a_shuffled_epoch_costs_one_gaussian(case: Case) -> None:
             for true in (delta(P, Q, epsilon), delta(Q, P, epsilon)):
                 highest = max(highest, true / bound)
     assert 0.3 < highest <= 1.001
-    assert (
-        stated(private._context.event, 1)
-        == stated(private._context.event, 2)
-        < stated(private._context.event, 3)
-    )
+    assert stated(private._context.event, 1) == stated(private._context.event, 2) < stated(private._context.event, 3)
 
 
 def test_a_record_in_a_microbatch_needs_twice_its_bound() -> None:
@@ -225,9 +219,7 @@ def test_a_record_in_a_microbatch_needs_twice_its_bound() -> None:
         options = {"sample_rate": 0.7} if sampling == "poisson" else {}
         case = Case(one, Size(4, options, mini_sets=1), MEANS, is_tight=False)
         found = exact(small(one, case.size, z=Z / 2), case)
-        claimed = [
-            accounting.delta_of([Entry(Event(**{**vars(found.event), "noise_multiplier": Z}), 1)], 1.0)
-        ]
+        claimed = [accounting.delta_of([Entry(Event(**{**vars(found.event), "noise_multiplier": Z}), 1)], 1.0)]
         assert worst(found)[EPSILONS.index(1.0)] > 1.2 * claimed[0]
 
 
@@ -244,8 +236,7 @@ def test_the_sums_here_are_those_of_the_library() -> None:
             rows = torch.tensor(values[np.arange(8) % 4] if one.unit == "user" else values)[:, None].float()
             pieces = private.loader._cut(np.array(drawn, dtype=np.int64))
             sums = [
-                private._context.clipper.clipped_sum(losses(private._context.model, rows[piece]))
-                for piece in pieces
+                private._context.clipper.clipped_sum(losses(private._context.model, rows[piece])) for piece in pieces
             ]
             got = sum(float(found["weight"]) for found in sums)
             assert got == pytest.approx(total(values[None], drawn)[0], abs=1e-4)
@@ -308,10 +299,7 @@ def test_the_parts_of_a_step_are_one_release(combination: Combination, option: s
 # Refused combinations: the tests above would fail for them
 
 PLANTED = [
-    *(
-        Combination("partition", "replace-one", "record", name)
-        for name in ("PerExample", "Lipschitz", "Backprop")
-    ),
+    *(Combination("partition", "replace-one", "record", name) for name in ("PerExample", "Lipschitz", "Backprop")),
     Combination("partition", "replace-one", "user", "Batch"),
 ]
 
@@ -321,9 +309,7 @@ def test_a_partition_with_per_unit_clipping_is_refused(
     combination: Combination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "group=" if combination.unit == "user" else combination.clipping
-    with pytest.raises(
-        ConfigurationError, match=rf"sampling='partition'.*{name}.*'fixed-size' or 'shuffled'"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"sampling='partition'.*{name}.*'fixed-size' or 'shuffled'"):
         small(combination)
     monkeypatch.setattr("clipwise.engine.make_private.require_whole_blocks", lambda *_: None)
     case = Case(combination, Size(8, {"batch_size": 4}), (-1.0, 1.0), is_tight=False)

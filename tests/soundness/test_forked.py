@@ -61,11 +61,7 @@ def test_a_forked_process_cannot_step_and_leaves_nothing_behind(noise: str, tmp_
     before = (tmp_path / "run.ledger").read_bytes()
 
     def child() -> None:
-        for act in (
-            lambda: private.step(losses),
-            lambda: next(iter(private.loader)),
-            lambda: private.state_dict(),
-        ):
+        for act in (lambda: private.step(losses), lambda: next(iter(private.loader)), lambda: private.state_dict()):
             try:
                 act()
             except StepError as error:
@@ -107,9 +103,7 @@ class Files:
     def _run(self, **options: Any) -> tuple[nn.Module, Private]:
         model = network(DOUBLE)
         dataset = options.pop("dataset", None) or data(dtype=DOUBLE)
-        return private_run(
-            model, None, dataset, noise=self.noise, ledger=self.folder / "run.ledger", **options
-        )
+        return private_run(model, None, dataset, noise=self.noise, ledger=self.folder / "run.ledger", **options)
 
     def next_release(
         self, change: Callable[[nn.Module], None] = lambda model: None, **options: Any
@@ -181,9 +175,7 @@ def test_copied_files_with_equal_steps_release_the_same_twice(noise: str, tmp_pa
 
 
 @pytest.mark.parametrize("noise", KINDS)
-def test_a_checkpoint_that_is_resumed_twice_has_other_noise_the_second_time(
-    noise: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_resumed_twice_has_other_noise_the_second_time(noise: str, tmp_path: Path) -> None:
     files = Files(tmp_path / "run", noise)
     noises = [files.next_release()[1] for _ in range(3)]
     for i, first in enumerate(noises):

@@ -50,10 +50,7 @@ def run(model: nn.Module, rows: Tensor, factors: Tensor, **options: Any) -> Priv
     """A run with every record in every step by default."""
     defaults: dict[str, Any] = {"sampling": "full", "noise_multiplier": 0.0}
     return make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.05),
-        TensorDataset(rows, factors),
-        **{**defaults, **options},
+        model, torch.optim.SGD(model.parameters(), lr=0.05), TensorDataset(rows, factors), **{**defaults, **options}
     )
 
 
@@ -98,18 +95,14 @@ def shares(adjacency: str, kind: str = "linear", **options: Any) -> dict[str, fl
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.parametrize("adjacency", ["zero-out", "replace-one"])
-def test_a_planted_adversary_reaches_the_bound_and_does_not_exceed_it(
-    adjacency: str, kind: str, fixed: bool
-) -> None:
+def test_a_planted_adversary_reaches_the_bound_and_does_not_exceed_it(adjacency: str, kind: str, fixed: bool) -> None:
     found = shares(adjacency, kind, fixed=fixed)
     assert len(found) == 2
     for share in found.values():
         assert 0.999 < share <= 1
 
 
-def test_without_the_clip_at_the_outputs_a_scaled_loss_would_exceed_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_clip_at_the_outputs_a_scaled_loss_would_exceed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "clip_output_gradients", lambda gradients, constant: gradients)
     assert min(shares("zero-out").values()) > 1000
 
@@ -143,9 +136,7 @@ def test_no_example_exceeds_the_bound_in_any_network(family: str) -> None:
         for name, p in model.named_parameters():
             p.requires_grad_(name in used)
         given_norm = None if family == "table" else model[0].max_norm  # type: ignore[index]
-        strategy = Lipschitz(
-            case["limit"], given_norm, case["norm"], case["fixed"], loss=Huber(0.5), input_shape=shape
-        )
+        strategy = Lipschitz(case["limit"], given_norm, case["norm"], case["fixed"], loss=Huber(0.5), input_shape=shape)
         twice = strategy.attach(site(model, Adjacency.REPLACE_ONE))
         clipper = strategy.attach(site(model))
         x = torch.randint(0, 3, (4, *shape)) if family == "table" else torch.randn(4, *shape)
@@ -177,9 +168,7 @@ def test_neighbours_with_the_same_releases_have_the_same_bounds(sampling: str) -
     for data in (rows, changed):
         torch.manual_seed(2)
         model = nn.Sequential(ClipInput(X), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-        private = run(
-            model, data, factors, clipping=Lipschitz(C, X), sampling=sampling, batch_size=4, averaged=0.5
-        )
+        private = run(model, data, factors, clipping=Lipschitz(C, X), sampling=sampling, batch_size=4, averaged=0.5)
         private._context.keys.key = NoiseKey.from_seed(7, b"the same draws")
         runs.append((model, private))
     (one, first), (other, second) = runs

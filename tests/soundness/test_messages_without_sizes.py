@@ -93,9 +93,7 @@ STRATEGIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 @pytest.mark.parametrize("how", WRONG)
 def test_wrong_losses(how: str, strategy: str, probe: bool) -> None:
     model, clipping = STRATEGIES[strategy]()
-    _, private = private_run(
-        model, dataset=records(), clipping=clipping, batch_size=20, probe_independence=probe
-    )
+    _, private = private_run(model, dataset=records(), clipping=clipping, batch_size=20, probe_independence=probe)
 
     def act() -> None:
         for x, y in private.loader:
@@ -171,10 +169,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "batch norm": (lambda: nn.Sequential(network(), nn.BatchNorm1d(CLASSES)), {}),
     "a crop": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),
-        {
-            "averaged_views": augmentation.Views(2, augmentation.Crop(40, padding=1)),
-            "dataset": records(images=True),
-        },
+        {"averaged_views": augmentation.Views(2, augmentation.Crop(40, padding=1)), "dataset": records(images=True)},
     ),
     "views": (network, {"averaged_views": 2, "clipping": PerExample(1.0)}),
     "mini-sets": (network, {"clipping": Batch(1.0)}),
@@ -238,23 +233,8 @@ def test_errors_of_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 SOURCE = Path(clipwise.__file__).parent
 PUBLIC = {  # of parameters, of configurations, of public rows
     *("tuple(p.shape)", "tuple(average.shape)", "tuple(shape)", "self.normalized_shape", "self._input_shape"),
-    *(
-        "self._network.output_shape",
-        "len(counts)",
-        "len(found)",
-        "len(expected)",
-        "len(inputs)",
-        "expected_size",
-    ),
-    *(
-        "self.size",
-        "self.rows",
-        "rows",
-        "mini_set_size",
-        "batch_size",
-        "self.batch_size",
-        "self.dataset_size",
-    ),
+    *("self._network.output_shape", "len(counts)", "len(found)", "len(expected)", "len(inputs)", "expected_size"),
+    *("self.size", "self.rows", "rows", "mini_set_size", "batch_size", "self.batch_size", "self.dataset_size"),
     *("self.expected_size", "self.max_batch_size", "default_limit(self.dataset_size, self.sample_rate)"),
     *("1 / size", "len(arguments)", "self.memory"),
 }

@@ -49,9 +49,7 @@ adversaries = st.fixed_dictionaries(
 @BY_KIND
 def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None:
     models = {dtype: sound(kind, dtype)[0] for dtype in (torch.float32, torch.float64)}
-    clippers = {
-        (m, t): attach(model, PerExample(0.7, method=m)) for t, model in models.items() for m in METHODS
-    }
+    clippers = {(m, t): attach(model, PerExample(0.7, method=m)) for t, model in models.items() for m in METHODS}
 
     @settings(
         max_examples=8,
@@ -67,15 +65,9 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None
         spoiled = plain.distorted(place, draw["distortion"], draw["factor"])
         clipper, model = clippers[draw["method"], dtype], models[dtype]
         try:
-            mine, removed, replaced = (
-                clipped_sum(clipper, model, b) for b in (spoiled, spoiled.without(place), plain)
-            )
+            mine, removed, replaced = (clipped_sum(clipper, model, b) for b in (spoiled, spoiled.without(place), plain))
         except UnsupportedModelError:  # then nothing is released; ordinary batches must be accepted
-            assert draw["distortion"] not in ("none", "outlier", "zero") or draw["factor"] not in (
-                1.0,
-                -1.0,
-                1e6,
-            )
+            assert draw["distortion"] not in ("none", "outlier", "zero") or draw["factor"] not in (1.0, -1.0, 1e6)
             return
         assert excess(clipper, mine, removed, Adjacency.ZERO_OUT) <= SLACK
         assert excess(clipper, mine, replaced, Adjacency.REPLACE_ONE) <= SLACK
@@ -116,11 +108,7 @@ def test_the_engine_and_check_refuse_the_published_scheme() -> None:
     x, y = images(40, torch.float32), labels(40)
     assert not check(model, losses_of, (x[:4], y[:4])).ok
     private = make_private(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        TensorDataset(x, y),
-        batch_size=20,
-        noise_multiplier=1.0,
+        model, torch.optim.SGD(model.parameters(), 0.1), TensorDataset(x, y), batch_size=20, noise_multiplier=1.0
     )
     with pytest.raises(CoupledExamplesError):
         private.step(losses_of(model, *next(iter(private.loader))))
@@ -137,11 +125,7 @@ def test_check_accepts_the_sound_kinds(kind: str) -> None:
 
 
 def releases(
-    model: nn.Module,
-    statistics: PublicStatistics,
-    dataset: TensorDataset,
-    steps: int,
-    replayed: Iterator[list[Tensor]],
+    model: nn.Module, statistics: PublicStatistics, dataset: TensorDataset, steps: int, replayed: Iterator[list[Tensor]]
 ) -> Iterator[list[Tensor]]:
     """A private run with its own releases, or with those of another run."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)

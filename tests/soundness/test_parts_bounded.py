@@ -69,8 +69,7 @@ def worst_over_steps(
         random = torch.Generator().manual_seed(step)
         clipper.learn(
             {
-                n: t.double() / clipper.divisor
-                + noise[n] * torch.randn(t.shape, generator=random, dtype=torch.float64)
+                n: t.double() / clipper.divisor + noise[n] * torch.randn(t.shape, generator=random, dtype=torch.float64)
                 for n, t in mine.items()
             }
         )

@@ -72,9 +72,7 @@ def test_the_cases_are_there() -> None:
 
 @BY_NAME
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
-def test_one_example_moves_the_joint_release_by_at_most_the_sensitivity(
-    case: Case, adjacency: Adjacency
-) -> None:
+def test_one_example_moves_the_joint_release_by_at_most_the_sensitivity(case: Case, adjacency: Adjacency) -> None:
     models = {dtype: case.build(dtype) for dtype in (torch.float32, torch.float64)}
 
     @FEW
@@ -111,10 +109,7 @@ def _uncentred(
     norms: QuantileNorms, part_norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
 ) -> dict[str, Tensor]:
     """b_i in {0, 1}: then one example moves the count by 1."""
-    return {
-        f"count of {part}": (part_norms[part] <= C).double().sum().reshape(1)
-        for part, C in norms.norms.items()
-    }
+    return {f"count of {part}": (part_norms[part] <= C).double().sum().reshape(1) for part, C in norms.norms.items()}
 
 
 def _of_the_batch(

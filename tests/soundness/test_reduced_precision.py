@@ -59,9 +59,7 @@ def tensor_cores(norms_too: bool) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forms.outer, "_product", lambda a, b, *rest: product(cut(a), cut(b), *rest))
-        patched.setattr(
-            Geometry, "weight_gradient", lambda self, x, g, *rest: convolved(self, cut(x), cut(g), *rest)
-        )
+        patched.setattr(Geometry, "weight_gradient", lambda self, x, g, *rest: convolved(self, cut(x), cut(g), *rest))
         if norms_too:
             patched.setattr(Outer, "gram_squares", cut_gram)
         yield
@@ -149,9 +147,7 @@ def released(rows: tuple[Tensor, Tensor], norms_too: bool, products: str = "tf32
     scale=st.floats(1e-4, 1e4) | st.sampled_from([1e-12, 1e12]),
     norms_too=st.booleans(),
 )
-def test_no_example_exceeds_the_stated_sensitivity(
-    kind: str, seed: int, scale: float, norms_too: bool
-) -> None:
+def test_no_example_exceeds_the_stated_sensitivity(kind: str, seed: int, scale: float, norms_too: bool) -> None:
     torch.manual_seed(seed)
     left, right = ROWS[kind]()
     assert released((left * scale, right), norms_too) <= STATED * SLACK
@@ -174,9 +170,7 @@ def test_ordinary_examples_are_clipped_as_in_ieee_arithmetic(kind: str, scale: f
     model, rows = Given(), [ROWS[kind]() for _ in range(5)]
     x, g = (torch.stack(side) for side in zip(*rows, strict=True))
     sums = [
-        attach(model, PerExample(1.0, method="bookkeeping", products=products)).clipped_sum(
-            model(x * scale, g)
-        )
+        attach(model, PerExample(1.0, method="bookkeeping", products=products)).clipped_sum(model(x * scale, g))
         for products in ("ieee", "tf32")
     ]
     assert torch.equal(sums[0]["a.weight"], sums[1]["a.weight"])
@@ -340,9 +334,7 @@ AUTOCAST: dict[str, Callable[[], nn.Module]] = {
     "linear over positions": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 3), nn.Flatten()),
     "layer norm": lambda: nn.LayerNorm(6),
     "group norm": lambda: nn.GroupNorm(2, 6),
-    "convolution": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()
-    ),
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 1, 3, padding=1), nn.Flatten()),
 }
 
 

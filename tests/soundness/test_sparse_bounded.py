@@ -72,9 +72,7 @@ def test_one_example_moves_active_entries_by_at_most_the_sensitivity(case: Case)
         mine, removed, replaced = neighbours(case, draw)
         model = models[draw["dtype"]]
         mode = "clip" if draw["seed"] % 2 else "normalize"
-        strategy = PerExample(
-            0.7, parts_of(parts, case, draw["dtype"]), mode=mode, method=method, sparse=Sparse(T)
-        )
+        strategy = PerExample(0.7, parts_of(parts, case, draw["dtype"]), mode=mode, method=method, sparse=Sparse(T))
         for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):
             clipper = prepared(strategy, model, adjacency, share, draw["seed"])
             try:
@@ -96,9 +94,7 @@ def test_a_planted_adversary_reaches_the_bound(share: float, method: str, parts:
     model = DEEP.build()
     mine, removed, replaced = adversary(DEEP)
     for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):
-        strategy = PerExample(
-            0.7, parts_of(parts, DEEP, torch.float64), split="equal", method=method, sparse=Sparse(T)
-        )
+        strategy = PerExample(0.7, parts_of(parts, DEEP, torch.float64), split="equal", method=method, sparse=Sparse(T))
         clipper = prepared(strategy, model, adjacency, share, seed=4)
         one, two = (clipped_sum(clipper, model, b) for b in (mine, other))
         assert 0.999 < worst(clipper.parts, one, two) <= SLACK

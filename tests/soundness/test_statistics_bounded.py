@@ -87,9 +87,7 @@ def remember(clipper: Clipper) -> dict[str, Tensor]:
     return found
 
 
-def sums(
-    setting: Setting, rows: Tensor, model: nn.Module, missing: Any = None
-) -> tuple[dict[str, Tensor], Private]:
+def sums(setting: Setting, rows: Tensor, model: nn.Module, missing: Any = None) -> tuple[dict[str, Tensor], Private]:
     """All sums of the first step, before noise and division."""
     private = setting.begin(rows, model)
     if missing is not None:
@@ -268,9 +266,7 @@ def apart(seed: int) -> nn.Module:
     """Two layers, one of them at the inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = nn.Sequential(
-            nn.BatchNorm1d(2 * D), nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)
-        )
+        model = nn.Sequential(nn.BatchNorm1d(2 * D), nn.Linear(2 * D, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
     return nn.Sequential(layers.with_released_statistics(model), nn.Flatten(0)).double()
 
 
@@ -294,9 +290,7 @@ def test_statistics_of_the_batch_in_place_of_rows_are_caught(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("strategy", ["batch", "per example"])
-def test_whatever_is_saved_follows_from_what_was_released(
-    strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_is_saved_follows_from_what_was_released(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A neighbour gets the releases of a run: weights and buffers are bitwise equal after each step, though the
     batches differ."""
     random = torch.Generator().manual_seed(3)
@@ -339,9 +333,7 @@ def noisy(setting: Setting, rows: Tensor, model: nn.Module) -> Private:
     """The same draws and the same noise for every data set."""
     private = setting.begin(rows, model)
     clipper = private._context.clipper
-    private._context.parts = noised_parts(
-        clipper.bounds, private._context.parameters, Z, "optimal", clipper.divisor
-    )
+    private._context.parts = noised_parts(clipper.bounds, private._context.parameters, Z, "optimal", clipper.divisor)
     return private
 
 

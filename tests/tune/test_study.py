@@ -14,12 +14,7 @@ optuna = pytest.importorskip("optuna")
 
 def toy(score=None):
     """The best accuracy is at x = 0.7, and epsilon is y."""
-    space = {
-        "x": Range(0, 1),
-        "y": Range(0.5, 8, log=True),
-        "kind": Choice(("a", "b")),
-        "n": Range(1, 9, whole=True),
-    }
+    space = {"x": Range(0, 1), "y": Range(0.5, 8, log=True), "kind": Choice(("a", "b")), "n": Range(1, 9, whole=True)}
     good = lambda s: Score(1 - (s["x"] - 0.7) ** 2, s["y"], 1e-5, (1.0 + s["y"], 0.1, 10))  # noqa: E731
     return Subject("toy", space, score or good)
 
@@ -92,10 +87,7 @@ BEGUN = {"lr": Range(0, 1), "kind": Choice(("a", "b"))}
     ("space", "message"),
     [
         ({"rate": Range(0, 1), "kind": Choice(("a", "b"))}, r"'lr' is gone; 'rate' is new\."),
-        (
-            {"lr": Range(0, 2), "kind": Choice(("a", "b"))},
-            r"'lr' was low 0\.0, high 1\.0.* and is .* high 2\.0",
-        ),
+        ({"lr": Range(0, 2), "kind": Choice(("a", "b"))}, r"'lr' was low 0\.0, high 1\.0.* and is .* high 2\.0"),
         ({"lr": Range(0, 1), "kind": Choice(("a", "c"))}, r"'kind' was values \['a', 'b'\] and is .*'c'\]"),
         ({"lr": Choice((1,)), "kind": Choice(("a", "b"))}, r"'lr' was low 0\.0.* and is values \[1\]"),
         ({"lr": Range(0, 1)}, r"'kind' is gone\."),
@@ -135,10 +127,7 @@ def test_a_study_of_an_earlier_version_continues_under_the_same_names(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"rate": Range(0, 1)}, "'rate' is new"),
-        ({"kind": Choice(("a", "b", "c"))}, "'kind' is another dimension"),
-    ],
+    [({"rate": Range(0, 1)}, "'rate' is new"), ({"kind": Choice(("a", "b", "c"))}, "'kind' is another dimension")],
 )
 def test_a_study_of_an_earlier_version_is_not_mixed_either(tmp_path, changes, message):
     of_an_earlier_version(tmp_path)
@@ -188,10 +177,7 @@ def test_a_script_is_tuned(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("x = 1", "must define SPACE"),
-        ("SPACE = {'x': 3}\ndef train(s): return 1, 1", r"SPACE\['x'\] is int"),
-    ],
+    [("x = 1", "must define SPACE"), ("SPACE = {'x': 3}\ndef train(s): return 1, 1", r"SPACE\['x'\] is int")],
 )
 def test_a_script_that_does_not_fit_is_refused(tmp_path, text, message):
     (tmp_path / "mine.py").write_text(text)
@@ -223,8 +209,7 @@ def test_what_a_script_returns_is_checked(tmp_path, returned, message):
 @pytest.mark.parametrize("accuracy", [0, 1])
 def test_accuracies_reach_from_0_to_1(tmp_path, accuracy):
     (tmp_path / "mine.py").write_text(
-        f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\n"
-        f"def train(s): return {accuracy}, float('inf')"
+        f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\ndef train(s): return {accuracy}, float('inf')"
     )
     assert of_script(tmp_path / "mine.py").score({"x": 0.5}) == Score(accuracy, float("inf"))
 

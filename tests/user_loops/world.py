@@ -78,9 +78,7 @@ class World:
         torch.manual_seed(seed)
         self.folder, self.runs = folder, 0
         self.dataset = data(seed=seed)
-        self.model = nn.Sequential(
-            nn.Linear(FEATURES, HIDDEN), nn.Tanh(), Counts(), nn.Linear(HIDDEN, CLASSES)
-        )
+        self.model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), Counts(), nn.Linear(HIDDEN, CLASSES))
         self.averages = self.random.random() < 0.3
         self.kind = self.random.choice(["sgd", "momentum", "adam", "fused"])
         self.optimizer = self._optimizer()
@@ -295,17 +293,12 @@ class World:
             text = str(statement)
             is_verified = CHANGED_SINCE not in text
             self._require(
-                not (is_verified and self.truth.is_tainted),
-                "a statement was made of weights that hold private data",
+                not (is_verified and self.truth.is_tainted), "a statement was made of weights that hold private data"
             )
-            self._require(
-                statement.spent.steps >= self.truth.releases, "the statement counts too few releases"
-            )
+            self._require(statement.spent.steps >= self.truth.releases, "the statement counts too few releases")
             epsilon = _epsilon_of(self.truth.releases, self.private)
             self._require(statement.spent.epsilon >= epsilon * (1 - 1e-9), "the statement is below the truth")
-            self._require(
-                all(reason in text for reason in self.truth.declared), "a declaration is not printed"
-            )
+            self._require(all(reason in text for reason in self.truth.declared), "a declaration is not printed")
 
     def end(self) -> None:
         """Require the same at the end, and after the run is closed."""

@@ -144,9 +144,7 @@ def with_frozen_backbone() -> Callable[..., Tensor]:
 
 
 COUPLED: dict[str, Case] = {
-    "causal if any is padded": Case(
-        lambda: Words(lambda is_padding: bool(is_padding.any())), losses_of, padded
-    ),
+    "causal if any is padded": Case(lambda: Words(lambda is_padding: bool(is_padding.any())), losses_of, padded),
     "a loop until all have converged": Case(Equilibrium, losses_of, vectors),
     "the index in the batch": Case(ByPlace, losses_of, vectors),
     "a gate at zero": Case(Gated, losses_of, vectors),
@@ -157,9 +155,7 @@ COUPLED: dict[str, Case] = {
     "a backbone with batch norm": Case(perceptron, with_frozen_backbone(), vectors),
     "the number of examples": Case(perceptron, lambda m, x, y: losses_of(m, x, y) / len(x), vectors),
     "mixup": Case(
-        perceptron,
-        lambda m, x, y: losses_of(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))].detach(), y),
-        vectors,
+        perceptron, lambda m, x, y: losses_of(m, 0.7 * x + 0.3 * x[torch.randperm(len(x))].detach(), y), vectors
     ),
 }
 
@@ -214,11 +210,7 @@ class Packed(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.lstm, self.head = (
-            nn.Embedding(WORDS, 8),
-            nn.LSTM(8, 8, batch_first=True),
-            nn.Linear(8, 3),
-        )
+        self.words, self.lstm, self.head = (nn.Embedding(WORDS, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3))
 
     def forward(self, x_BT: Tensor) -> Tensor:
         return self.head(self.lstm(self.words(x_BT))[0][:, -1])
@@ -240,17 +232,13 @@ APART: dict[str, Case] = {
     "autocast": Case(perceptron, under_autocast, vectors),
     "bfloat16": Case(lambda: perceptron().bfloat16(), lambda m, x, y: losses_of(m, x.bfloat16(), y), vectors),
     "float64": Case(lambda: perceptron().double(), lambda m, x, y: losses_of(m, x.double(), y), vectors),
-    "deep, in bfloat16": Case(
-        lambda: deep().bfloat16(), lambda m, x, y: losses_of(m, x.bfloat16(), y), vectors
-    ),
+    "deep, in bfloat16": Case(lambda: deep().bfloat16(), lambda m, x, y: losses_of(m, x.bfloat16(), y), vectors),
     "large logits": Case(large_logits, losses_of, vectors),
     "losses near zero": Case(large_logits, small_losses, vectors),
     "no axis for a single example": Case(perceptron, without_the_batch_axis, vectors),
     "numbers of numpy": Case(perceptron, lambda m, x, y: losses_of(m, x, y) * _numpy_factor(), vectors),
     "a generator of its own": Case(
-        perceptron,
-        lambda m, x, y: losses_of(m, x + 0.1 * torch.randn(x.shape, generator=_OWN), y),
-        vectors,
+        perceptron, lambda m, x, y: losses_of(m, x + 0.1 * torch.randn(x.shape, generator=_OWN), y), vectors
     ),
 }
 

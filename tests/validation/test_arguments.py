@@ -58,9 +58,7 @@ NUMPY = [
     lambda: PerExample(max_norm=1.0, parts=ByNorm(Released(), groups=np.int64(2), every=2)),
     lambda: PerExample(max_norm=1.0, parts=Multipliers(Released(), keep_length=np.bool_(True), every=2)),
     lambda: Batch(max_norm=np.float32(1.0), mini_sets=np.int64(2)),
-    lambda: PerExample(
-        max_norm=1.0, sparse=Sparse(every=np.int64(20), within=np.float64(2.0), after=np.int64(1))
-    ),
+    lambda: PerExample(max_norm=1.0, sparse=Sparse(every=np.int64(20), within=np.float64(2.0), after=np.int64(1))),
 ]
 
 
@@ -74,9 +72,7 @@ def test_settings_may_be_numpy_scalars_and_are_saved_in_checkpoints(
     train(model, private, 1)
     checkpoint.save(tmp_path / "c.pt", {"private": private.state_dict(), "best": np.float64(0.5)})
     loaded = checkpoint.load(tmp_path / "c.pt")
-    assert (
-        loaded["private"]["configuration"] == private.state_dict()["configuration"] and loaded["best"] == 0.5
-    )
+    assert loaded["private"]["configuration"] == private.state_dict()["configuration"] and loaded["best"] == 0.5
     torch.save(private.state_dict(), tmp_path / "own.pt")
     assert torch.load(tmp_path / "own.pt", weights_only=True)["position"] == 1
 
@@ -86,13 +82,10 @@ def test_arguments_of_make_private_may_be_numpy_scalars(tmp_path: Path) -> None:
     model = nn.Sequential(layers.ClipInput(1.0), nn.Linear(5, 3))
     clipping = Lipschitz(np.float32(1.0), np.float64(1.0), temperature=np.float32(2.0), fixed=np.bool_(True))
     for options in (budget, {"noise_multiplier": np.float32(1.5), "seed": np.int64(3)}):
-        _, private = private_run(
-            model, clipping=clipping, sample_rate=np.float32(0.25), batch_size=None, **options
-        )
+        _, private = private_run(model, clipping=clipping, sample_rate=np.float32(0.25), batch_size=None, **options)
         torch.save(private.state_dict(), tmp_path / "run.pt")
         assert (
-            torch.load(tmp_path / "run.pt", weights_only=True)["configuration"]
-            == private.state_dict()["configuration"]
+            torch.load(tmp_path / "run.pt", weights_only=True)["configuration"] == private.state_dict()["configuration"]
         )
         private.close()
 
@@ -110,10 +103,7 @@ def test_strings_are_not_bools(name: str) -> None:
         ({"resume_file": 5}, "resume_file must be the path of a file, not int"),
         ({"collate_fn": 3}, "collate_fn must be a function from a list of records to a batch, not int"),
         ({"clipping": PerExample(parts=["0", "2"])}, r"parts=\['0', '2'\] is not known: .* a list of lists"),  # type: ignore[list-item]
-        (
-            {"clipping": PerExample(parts=RandomLayer(groups="layers"))},
-            "RandomLayer: groups='layers' is not known",
-        ),
+        ({"clipping": PerExample(parts=RandomLayer(groups="layers"))}, "RandomLayer: groups='layers' is not known"),
         (
             {"clipping": PerExample(parts=Adaptive(Released(), groups="layers", every=2))},
             "Adaptive: groups='layers' is not known",
@@ -224,10 +214,7 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
         (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
         (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
         (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number that is at least 0"),
-        (
-            lambda: layers.PublicBatchNorm1d(4, eps=float("nan")),
-            "eps must be a finite number that is at least 0",
-        ),
+        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
         (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number that is at least 0"),  # type: ignore[arg-type]
         (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
         (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]

@@ -65,9 +65,7 @@ ACCEPTED: dict[str, Case] = {
     "dropout": (lambda: perceptron(nn.Dropout(0.5)), cross_entropy, vectors),
     "frozen batch norm": (lambda: perceptron(nn.BatchNorm1d(8).eval()), cross_entropy, vectors),
     "convolutions": (
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        ),
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)),
         squares,
         lambda: (torch.randn(B, 2, 4, 4),),
     ),
@@ -96,32 +94,19 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "functional batch norm": (
         (
             perceptron,
-            lambda m, x, y: F.cross_entropy(
-                F.batch_norm(m(x), None, None, training=True), y, reduction="none"
-            ),
+            lambda m, x, y: F.cross_entropy(F.batch_norm(m(x), None, None, training=True), y, reduction="none"),
             vectors,
         ),
         "depends",
     ),
-    "inputs minus their mean": (
-        (perceptron, lambda m, x, y: cross_entropy(m, _centred(x), y), vectors),
-        "depends",
-    ),
+    "inputs minus their mean": ((perceptron, lambda m, x, y: cross_entropy(m, _centred(x), y), vectors), "depends"),
     "contrastive": (
-        (
-            perceptron,
-            lambda m, x, y: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x)), reduction="none"),
-            vectors,
-        ),
+        (perceptron, lambda m, x, y: F.cross_entropy(m(x) @ m(x).T, torch.arange(len(x)), reduction="none"), vectors),
         "depends",
     ),
     "sorted": ((perceptron, lambda m, x, y: cross_entropy(m, x, y).sort()[0], vectors), "depends"),
     "words minus their mean": (
-        (
-            Language,
-            lambda m, x, y: _centred(m.words(x)).square().sum((1, 2)) + token_losses(m, x, y).sum(1),
-            tokens,
-        ),
+        (Language, lambda m, x, y: _centred(m.words(x)).square().sum((1, 2)) + token_losses(m, x, y).sum(1), tokens),
         "depends",
     ),
     # Coupling that no gradient shows:
@@ -130,19 +115,11 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "its own count",
     ),
     "a detached scale of the batch": (
-        (
-            perceptron,
-            lambda m, x, y: cross_entropy(m, x, y) / cross_entropy(m, x, y).mean().detach(),
-            vectors,
-        ),
+        (perceptron, lambda m, x, y: cross_entropy(m, x, y) / cross_entropy(m, x, y).mean().detach(), vectors),
         "was replaced",
     ),
     "class counts of the batch": (
-        (
-            perceptron,
-            lambda m, x, y: cross_entropy(m, x, y) / torch.bincount(y, minlength=3)[y],
-            vectors,
-        ),
+        (perceptron, lambda m, x, y: cross_entropy(m, x, y) / torch.bincount(y, minlength=3)[y], vectors),
         "was replaced",
     ),
     "the number of examples": (
@@ -162,11 +139,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "no trainable parameter",
     ),
     "a forgotten parameter": (
-        (
-            lambda: nn.Sequential(nn.Linear(D, 3), nn.Linear(3, 3)),
-            lambda m, x, y: cross_entropy(m[0], x, y),
-            vectors,
-        ),
+        (lambda: nn.Sequential(nn.Linear(D, 3), nn.Linear(3, 3)), lambda m, x, y: cross_entropy(m[0], x, y), vectors),
         "'1.weight'",
     ),
 }
@@ -225,9 +198,7 @@ def test_clipped_layers_are_checked_for_backpropagation_clipping() -> None:
     for mode in ("clip", "normalize"):
         clipped = clip_inputs(perceptron(), input_norm=1.0, grad_norm=1.0, mode=mode)
         assert check(clipped, cross_entropy, vectors()).ok
-        penalized = check(
-            clipped, lambda m, x, y: cross_entropy(m, x, y) + m[0].layer.weight.square().sum(), vectors()
-        )
+        penalized = check(clipped, lambda m, x, y: cross_entropy(m, x, y) + m[0].layer.weight.square().sum(), vectors())
         assert not penalized.ok and "outside of its clipped layer" in str(penalized)
     partly = nn.Sequential(clip_inputs(nn.Linear(D, 8), input_norm=1.0, grad_norm=1.0), nn.Linear(8, 3))
     assert "in no clipped layer" in str(check(partly, cross_entropy, vectors()))

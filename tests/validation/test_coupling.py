@@ -28,12 +28,7 @@ MODEL = _model()
 TABLE = nn.Embedding(9, D)
 ENCODER = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
 CNN = nn.Sequential(
-    nn.Conv2d(2, 4, 3, padding=1),
-    nn.GroupNorm(2, 4),
-    nn.ReLU(),
-    nn.MaxPool2d(2),
-    nn.Flatten(),
-    nn.Linear(16, 3),
+    nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
 )
 
 
@@ -56,10 +51,7 @@ def centred(h: Tensor) -> Tensor:
 COUPLED: dict[str, tuple[Loss, Callable[[], tuple[Tensor, ...]]]] = {
     "inputs minus their mean": (lambda x, y: cross_entropy(MODEL(centred(x)), y), vectors),
     "outputs minus their mean": (lambda x, y: cross_entropy(centred(MODEL(x)), y), vectors),
-    "batch norm": (
-        lambda x, y: cross_entropy(F.batch_norm(MODEL(x), None, None, training=True), y),
-        vectors,
-    ),
+    "batch norm": (lambda x, y: cross_entropy(F.batch_norm(MODEL(x), None, None, training=True), y), vectors),
     "contrastive": (lambda x, y: cross_entropy(MODEL(x) @ MODEL(x).T, torch.arange(B)), vectors),
     "losses minus their mean": (lambda x, y: centred(cross_entropy(MODEL(x), y)), vectors),
     "losses over their sum": (lambda x, y: cross_entropy(MODEL(x), y).softmax(0), vectors),
@@ -77,20 +69,11 @@ INDEPENDENT: dict[str, tuple[Loss, Callable[[], tuple[Tensor, ...]]]] = {
     "encoder": (lambda x: ENCODER(x).flatten(1).sum(1), lambda: (torch.randn(B, T, 6),)),
     "encoder, length as batch": (lambda x: ENCODER(x).tanh().sum((1, 2)), lambda: (torch.randn(B, B, 6),)),
     "words": (lambda x: TABLE(x).tanh().flatten(1).sum(1), words),
-    "words and positions": (
-        lambda x: (TABLE(x) + TABLE(torch.arange(T))).tanh().flatten(1).sum(1),
-        words,
-    ),
+    "words and positions": (lambda x: (TABLE(x) + TABLE(torch.arange(T))).tanh().flatten(1).sum(1), words),
     "time first": (lambda x: TABLE(x.T).tanh().sum((0, 2)), words),
     "unused input": (lambda x, y: TABLE(y).sum(1), vectors),
-    "numbers for targets": (
-        lambda x, y: (MODEL(x).sum(1) - y).square(),
-        lambda: (torch.randn(B, D), torch.randn(B)),
-    ),
-    "inputs without entries": (
-        lambda x, y: MODEL(x).sum(1) + y.sum(1),
-        lambda: (torch.randn(B, D), torch.randn(B, 0)),
-    ),
+    "numbers for targets": (lambda x, y: (MODEL(x).sum(1) - y).square(), lambda: (torch.randn(B, D), torch.randn(B))),
+    "inputs without entries": (lambda x, y: MODEL(x).sum(1) + y.sum(1), lambda: (torch.randn(B, D), torch.randn(B, 0))),
     "in place": (lambda x, y: cross_entropy(MODEL(x.mul_(2)), y), vectors),
 }
 
@@ -226,19 +209,11 @@ def test_a_head_of_zeros_hides_nothing() -> None:
 
 GATED: dict[str, Callable[[float, Tensor, Tensor], Tensor]] = {
     "a weight": lambda w, x, y: cross_entropy(MODEL(x), y) + w * centred(MODEL(x)).square().sum(1),
-    "a tensor": lambda w, x, y: (
-        cross_entropy(MODEL(x), y) + torch.tensor(w) * centred(MODEL(x)).square().sum(1)
-    ),
-    "alpha": lambda w, x, y: torch.add(
-        cross_entropy(MODEL(x), y), centred(MODEL(x)).square().sum(1), alpha=w
-    ),
+    "a tensor": lambda w, x, y: cross_entropy(MODEL(x), y) + torch.tensor(w) * centred(MODEL(x)).square().sum(1),
+    "alpha": lambda w, x, y: torch.add(cross_entropy(MODEL(x), y), centred(MODEL(x)).square().sum(1), alpha=w),
     "a gate inside": lambda w, x, y: cross_entropy(MODEL(x + w * (x.mean(0) - x)), y),
-    "a hinge": lambda w, x, y: (
-        cross_entropy(MODEL(x), y) + (centred(MODEL(x)).square().sum(1) - (1 - w) * 1e6).relu()
-    ),
-    "a branch": lambda w, x, y: (
-        cross_entropy(MODEL(x), y) + (centred(MODEL(x)).square().sum(1) if w else 0.0)
-    ),
+    "a hinge": lambda w, x, y: cross_entropy(MODEL(x), y) + (centred(MODEL(x)).square().sum(1) - (1 - w) * 1e6).relu(),
+    "a branch": lambda w, x, y: cross_entropy(MODEL(x), y) + (centred(MODEL(x)).square().sum(1) if w else 0.0),
 }
 
 

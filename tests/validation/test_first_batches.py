@@ -78,9 +78,7 @@ def test_an_uncoupled_loss_trains(name: str) -> None:
     assert private.steps == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["the index in the batch", "a gate at zero", "a loop until all have converged"]
-)
+@pytest.mark.parametrize("name", ["the index in the batch", "a gate at zero", "a loop until all have converged"])
 def test_a_compiled_step_tests_its_loss(name: str) -> None:
     torch.manual_seed(0)
     case = COUPLED[name]
@@ -149,11 +147,7 @@ def test_the_test_changes_no_result(is_compiled: bool) -> None:
         model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         loss = partial(losses_of, model)
         _, private = private_run(model, loss=loss if with_loss else None, seed=1)
-        step = (
-            private.compiled()
-            if is_compiled and with_loss
-            else lambda x, y, p=private, f=loss: p.step(f(x, y))
-        )
+        step = private.compiled() if is_compiled and with_loss else lambda x, y, p=private, f=loss: p.step(f(x, y))
         for batch in private.loader:
             step(*batch)
         found.append([p.detach().clone() for p in model.parameters()])
@@ -397,9 +391,7 @@ def taking_apart(records: list[Any]) -> tuple[Tensor, ...]:
         (lambda: perceptron(nn.Dropout(0.5)), default_collate, Augmented()),
     ],
 )
-def test_uncoupled_collation_is_accepted(
-    build: Callable[[], nn.Module], collate: Collate | None, records: Any
-) -> None:
+def test_uncoupled_collation_is_accepted(build: Callable[[], nn.Module], collate: Collate | None, records: Any) -> None:
     torch.manual_seed(0)
     model = build()
     loss = partial(losses_of, model)
@@ -483,9 +475,7 @@ def test_the_statement_lists_the_planned_tests(tmp_path: Any) -> None:
     assert "no replacement test could run" in line and statement.to_dict()["planned_tests"] == []
     assert "outside of epsilon" in str(statement)
     line, statement = stated(run_of(network(), data(SIZE), loss))
-    assert "replacement test of the losses was planned" in line and statement.planned_tests == (
-        "replacement",
-    )
+    assert "replacement test of the losses was planned" in line and statement.planned_tests == ("replacement",)
     ledger = tmp_path / "ledger"
     with run_of(model, data(SIZE), loss, collate_fn=default_collate, ledger=ledger) as private:
         train(private, loss)

@@ -60,9 +60,7 @@ def test_a_change_is_seen(change: str) -> None:
     CHANGES[change](m)
     now, fresh = inventory.up_to_date(), Inventory(m).up_to_date()
     assert [(n, id(p)) for n, p in now.parameters] == [(n, id(p)) for n, p in m.named_parameters()]
-    assert [(n, id(layer)) for n, layer in now.statistics] == [
-        (n, id(layer)) for n, layer in fresh.statistics
-    ]
+    assert [(n, id(layer)) for n, layer in now.statistics] == [(n, id(layer)) for n, layer in fresh.statistics]
     assert [(n, id(place[key])) for n, place, key in now.tensors] == [
         (n, id(place[key])) for n, place, key in fresh.tensors
     ]

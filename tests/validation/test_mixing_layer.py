@@ -101,11 +101,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str]] = {
     "deep inside": (lambda: model_with(nn.Sequential(nn.Tanh(), Centred())), cross_entropy, "layer '2.1'"),
     "contrastive loss": (lambda: model_with(nn.Tanh()), contrastive, OUTSIDE),
     "valid tokens": (lambda: model_with(nn.Tanh()), over_valid, OUTSIDE),
-    "a module of the loss": (
-        OverValid,
-        lambda m, x, y: m.scale(m.criterion(m(x), y)),
-        "layer 'scale' (Centred)",
-    ),
+    "a module of the loss": (OverValid, lambda m, x, y: m.scale(m.criterion(m(x), y)), "layer 'scale' (Centred)"),
 }
 
 

@@ -290,9 +290,7 @@ def test_a_declaration_is_printed_and_counted_and_travels_with_a_checkpoint(tmp_
     assert said in second.statement().assumptions()
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("private", "x"), ("public", ""), ("public", "  "), ("public", 3)]
-)
+@pytest.mark.parametrize(("kind", "reason"), [("private", "x"), ("public", ""), ("public", "  "), ("public", 3)])
 def test_a_declaration_needs_a_kind_and_a_reason(kind: Any, reason: Any) -> None:
     _, private = private_run()
     with pytest.raises(ConfigurationError, match=r"kind|reason"):

@@ -133,10 +133,7 @@ FOUND: dict[str, tuple[Any, Any]] = {
     "columns": (columns(X, Y), rows(X, 0, 5)),
     "columns by name": (columns(x=X, y=Y), rows(X, 0, 5)),
     "what is loaded": (ConcatDataset([LOADING]), Subset(LOADING, [3])),
-    "a loader of some": (
-        Subset(ALL, range(20)),
-        DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(19, 30))),
-    ),
+    "a loader of some": (Subset(ALL, range(20)), DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(19, 30)))),
     "a loader of batches": (rows(X, 3, 30), loader([(X[::2], Y[::2])], batch_size=None)),
 }
 APART: dict[str, tuple[Any, Any]] = {
@@ -159,19 +156,13 @@ APART: dict[str, tuple[Any, Any]] = {
     "other arrays": ([(ARRAY[i], 0) for i in range(20)], rows(torch.from_numpy(ARRAY), 20, 30)),
     "a loader of other rows": (rows(X, 0, 20), DataLoader(rows(X, 20, 30), 5)),
     "a loader of another part": (Subset(ALL, range(20)), DataLoader(Subset(ALL, range(20, 30)), 5)),
-    "a loader of others": (
-        Subset(ALL, range(20)),
-        DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(20, 30))),
-    ),
+    "a loader of others": (Subset(ALL, range(20)), DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(20, 30)))),
     "from the end": (Subset(ALL, range(20)), Subset(ALL, [-1, -10])),
     "rows that lie by column": (rows(BY_COLUMN, 0, 20), rows(BY_COLUMN, 20, 30)),
     "records that lie by column": ([(BY_COLUMN[i], Y[i]) for i in range(20)], rows(BY_COLUMN, 20, 30)),
     "columns of a table": (TensorDataset(TABLE[:20, :4], Y[:20]), TensorDataset(TABLE[20:, 1:], Y[20:])),
     "windows of a series": (rows(WINDOWS, 0, 20), rows(WINDOWS, 20, 30)),
-    "parts of windows": (
-        Subset(rows(WINDOWS, 0, 30), range(20)),
-        Subset(rows(WINDOWS, 0, 30), range(20, 30)),
-    ),
+    "parts of windows": (Subset(rows(WINDOWS, 0, 30), range(20)), Subset(rows(WINDOWS, 0, 30), range(20, 30))),
     "parts of a repeated row": (rows(REPEATED, 0, 20), rows(REPEATED, 20, 30)),
     "a constant": (TensorDataset(CODES[1:2].expand(30, 4), Y), [(CODES, Y[:4])]),
     "other columns": (columns(X[:20], Y[:20]), columns(X[20:], Y[20:])),

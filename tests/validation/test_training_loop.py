@@ -105,9 +105,7 @@ def test_a_released_gradient_that_is_made_smaller_is_warned_of_once(change: Call
         lambda model: [p.grad.data.add_(0.1) for p in model.parameters()],
     ],
 )
-def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(
-    change: Callable[[Any], Any],
-) -> None:
+def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(change: Callable[[Any], Any]) -> None:
     model, private = private_run(sampling="fixed-size")
     private.backward(losses_of(model, next(iter(private.loader))))
     change(model)
@@ -175,11 +173,7 @@ def test_ranks_of_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("variables", "is_refused"),
-    [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
-        ({"WORLD_SIZE": "8"}, False),
-    ],
+    [({"RANK": "0", "WORLD_SIZE": "2"}, True), ({"RANK": "0", "WORLD_SIZE": "1"}, False), ({"WORLD_SIZE": "8"}, False)],
 )
 def test_torchrun_is_refused_before_the_process_group_exists(
     variables: dict[str, str], is_refused: bool, monkeypatch: pytest.MonkeyPatch

@@ -171,12 +171,7 @@ def central_limit(**run: Unpack[Run]) -> CentralLimit:
 
 
 def search(
-    history: Sequence[Entry] | None = None,
-    *,
-    mean: float,
-    shape: float = 1.0,
-    delta: float,
-    **run: Unpack[Run],
+    history: Sequence[Entry] | None = None, *, mean: float, shape: float = 1.0, delta: float, **run: Unpack[Run]
 ) -> float:
     """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
 

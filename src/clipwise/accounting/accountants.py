@@ -16,13 +16,7 @@ from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Entry
 from clipwise.validation.arguments import number, one_of
 
-ACCOUNTANTS: dict[str, Any] = {
-    "pld": pld,
-    "rdp": rdp,
-    "zcdp": zcdp,
-    "gdp": gdp,
-    "dp-accounting": dp_accounting,
-}
+ACCOUNTANTS: dict[str, Any] = {"pld": pld, "rdp": rdp, "zcdp": zcdp, "gdp": gdp, "dp-accounting": dp_accounting}
 # A known name that is refused: its result is no bound.
 NO_GUARANTEE = "clt"
 

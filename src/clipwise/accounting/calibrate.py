@@ -207,9 +207,7 @@ def _guessed_steps(event: Event, epsilon: float, delta: float) -> int:
     return int(min(mu * mu / max(variance, 1e-300), MOST_STEPS))
 
 
-def _guessed_inverse_rate(
-    event: Event, epsilon: float, delta: float, steps_at: Callable[[float], float]
-) -> float:
+def _guessed_inverse_rate(event: Event, epsilon: float, delta: float, steps_at: Callable[[float], float]) -> float:
     """1 / the rate that the same central limit allows, by bisection of its logarithm."""
     mu = gaussian.largest_mu(epsilon, delta)
     z = min(max(event.noise_multiplier, 1e-2), LARGEST_NOISE)

@@ -42,9 +42,7 @@ class Composition:
 
     mu: float  # sensitivity / noise of the single Gaussian mechanism equivalent to all unamplified releases
     steps: Steps  # the amplified steps, each with its count
-    unamplified_mu: (
-        float  # mu of the whole history without amplification: a closed form that always bounds it
-    )
+    unamplified_mu: float  # mu of the whole history without amplification: a closed form that always bounds it
     # A bound on the probability that any batch was truncated (truncated Poisson sampling). The other fields bound the
     # history if none was; accountants.py adds the cost of truncation.
     excess: float = 0.0
@@ -74,9 +72,7 @@ def compose(history: Sequence[Entry]) -> Composition:
         if entry.count == 0:
             continue
         step = amplified_step(entry.event)
-        participations = -(
-            -entry.count // entry.event.period
-        )  # a shuffled epoch that has begun counts as a whole
+        participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts as a whole
         z, cut = entry.event.noise_multiplier, entry.event.excess
         excess[cut] = excess.get(cut, 0) + entry.count
         if step is None:
@@ -102,11 +98,7 @@ def compose(history: Sequence[Entry]) -> Composition:
 
 def _mu(*participations: Mapping[float, int]) -> float:
     """mu = sqrt(sum count / z^2), rounded up: each term and the root have a few roundings of 2^-53."""
-    squares = [
-        count * (1 / z) * (1 / z) if z > 0 else math.inf
-        for part in participations
-        for z, count in part.items()
-    ]
+    squares = [count * (1 / z) * (1 / z) if z > 0 else math.inf for part in participations for z, count in part.items()]
     return math.sqrt(math.fsum(squares)) * (1 + 2.0**-50)
 
 
@@ -132,9 +124,7 @@ def amplified_step(event: Event) -> Step | None:
     """
     if event.sampling not in AMPLIFICATION:
         names = ", ".join(repr(str(s)) for s in Sampling)
-        raise UnsupportedEventError(
-            f"No accountant bounds sampling={str(event.sampling)!r}: use one of {names}."
-        )
+        raise UnsupportedEventError(f"No accountant bounds sampling={str(event.sampling)!r}: use one of {names}.")
     amplification = AMPLIFICATION[event.sampling]
     if amplification is None or event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
         return None

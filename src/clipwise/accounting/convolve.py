@@ -134,9 +134,7 @@ def _gathered(positions: Array, masses: Array) -> tuple[Array, Array]:
     far = np.geomspace(NEAR, reach + 1, math.ceil(math.log((reach + 1) / NEAR) / WIDENING))
     far = np.unique(np.ceil(far))
     knots = np.concatenate([-far[::-1], np.arange(-NEAR + 1.0, NEAR), far])
-    knots = knots[
-        np.searchsorted(knots, positions[0], "right") - 1 : np.searchsorted(knots, positions[-1]) + 1
-    ]
+    knots = knots[np.searchsorted(knots, positions[0], "right") - 1 : np.searchsorted(knots, positions[-1]) + 1]
     below = np.clip(np.searchsorted(knots, positions, "right") - 1, 0, len(knots) - 2)
     share = (positions - knots[below]) / (knots[below + 1] - knots[below])
     size = len(knots)

@@ -27,8 +27,7 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            "This accountant needs the package dp-accounting, which is not installed: run "
-            "`pip install dp-accounting`."
+            "This accountant needs the package dp-accounting, which is not installed: run `pip install dp-accounting`."
         ) from error
 
 

@@ -52,9 +52,7 @@ class Filter:
         self.epsilon = number("epsilon", epsilon, above=0)
         self.delta = number("delta", delta, above=0, below=1)
         if (order is None) == (plan is None):
-            raise ConfigurationError(
-                "Give either order or plan: one order must be fixed before the first step."
-            )
+            raise ConfigurationError("Give either order or plan: one order must be fixed before the first step.")
         cuts = plan is not None and any(entry.event.excess > 0 for entry in plan)
         self._conversion = rdp.conversion(self.delta * (1 - FOR_CUTS) if cuts else self.delta)
         self._most_excess = self.delta * FOR_CUTS / 2 * math.exp(-self.epsilon) if cuts else 0.0
@@ -82,9 +80,7 @@ class Filter:
     def allows(self, event: Event, count: int = 1) -> bool:
         """Whether `count` steps of `event` still fit. Charges nothing."""
         divergence, entry = self._after(event, checked_count("count", count, least=1))
-        return (
-            self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
-        )
+        return self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
 
     def restart(self) -> None:
         """Close the last entry, after a new noise key or another run, so that later steps are not merged with it.

@@ -72,9 +72,7 @@ def event(
 ) -> Event:
     """The event that the arguments describe. For `shuffled`, `period` and `sample_rate` = 1 / period are equivalent."""
     scheme: Sampling = one_of("sampling", sampling, Sampling)
-    relation: Adjacency = (
-        SUPPORTED[scheme][0] if adjacency is None else one_of("adjacency", adjacency, Adjacency)
-    )
+    relation: Adjacency = SUPPORTED[scheme][0] if adjacency is None else one_of("adjacency", adjacency, Adjacency)
     steps_per_pass, rate = 1, 1.0
     if scheme is Sampling.SHUFFLED:
         steps_per_pass = _period(sample_rate, period)
@@ -105,10 +103,7 @@ def history(noise_multiplier: Any = None, steps: Any = None, **kind: Any) -> lis
         return [Entry(replace(step, noise_multiplier=float(epoch.min())), len(epoch)) for epoch in epochs]
     # The order of independent steps has no effect.
     values, counts = np.unique(_with_fewer_values(multipliers), return_counts=True)
-    return [
-        Entry(replace(step, noise_multiplier=z), n)
-        for z, n in zip(values.tolist(), counts.tolist(), strict=True)
-    ]
+    return [Entry(replace(step, noise_multiplier=z), n) for z, n in zip(values.tolist(), counts.tolist(), strict=True)]
 
 
 def _multipliers(schedule: Any) -> NDArray[np.float64]:

@@ -62,9 +62,7 @@ def hockey_stick(epsilons: Array, rate: float, z: float) -> Array:
     excess = np.expm1(np.where(large, 0.0, epsilons)) / rate
     with np.errstate(divide="ignore"):  # r <= 0: every output has a larger loss, so t = -inf
         log_r = np.log1p(np.maximum(excess, -1.0))
-    log_r = np.where(
-        large, epsilons + np.log1p((rate - 1) * np.exp(-np.abs(epsilons))) - math.log(rate), log_r
-    )
+    log_r = np.where(large, epsilons + np.log1p((rate - 1) * np.exp(-np.abs(epsilons))) - math.log(rate), log_r)
     b = z * log_r + 0.5 / z
     a = b - 1 / z
     density = np.exp(-0.5 * np.minimum(np.abs(a), 50.0) ** 2)  # 0 from there on

@@ -62,9 +62,7 @@ class Losses:
     def deltas(self, epsilons: Array) -> Array:
         """delta at many epsilons of either sign, rounded up: the error of U - W is at most 4 n u U, and
         U(e) <= delta(e - 1) / (1 - 1/e)."""
-        return np.maximum(self._deltas(epsilons), 0.0) + _ROUNDING * np.maximum(
-            self._deltas(epsilons - 1), 0.0
-        )
+        return np.maximum(self._deltas(epsilons), 0.0) + _ROUNDING * np.maximum(self._deltas(epsilons - 1), 0.0)
 
     def _deltas(self, epsilons: Array) -> Array:
         upper, weighted = self._sums

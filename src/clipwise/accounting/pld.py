@@ -94,9 +94,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
     return best
 
 
-def _if_installed(
-    ask: Callable[[Composition, float], float], total: Composition, at: float, otherwise: float
-) -> float:
+def _if_installed(ask: Callable[[Composition, float], float], total: Composition, at: float, otherwise: float) -> float:
     """The result of another accountant, or `otherwise` if the library that it needs is missing."""
     try:
         return float(ask(total, at))

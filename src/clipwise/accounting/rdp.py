@@ -103,9 +103,7 @@ def of_step(step: Step) -> Array:
     else:
         raise UnsupportedEventError(f"The RDP accountant has no bound for {step.amplification}.")
     accountant = dp.rdp.RdpAccountant(ORDERS, relation)
-    with (
-        dp_accounting.without_warnings()
-    ):  # an order for which the series does not converge gets inf, which is a bound
+    with dp_accounting.without_warnings():  # an order for which the series does not converge gets inf, which is a bound
         accountant.compose(event)
     rounded_up: Array = np.maximum(accountant.rdp, 0.0) + ROUNDING
     rounded_up.setflags(write=False)  # because it is cached

@@ -39,9 +39,7 @@ class Repetitions:
     """The distribution of the number of runs."""
 
     mean: float  # above 1, or just positive for a Poisson distribution
-    shape: float = (
-        1.0  # eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution
-    )
+    shape: float = 1.0  # eta > -1 of a truncated negative binomial distribution; infinity for a Poisson distribution
 
     def __post_init__(self) -> None:
         shape = self.shape

@@ -28,9 +28,7 @@ def with_few_kinds(total: Composition, most: int) -> Composition:
     present = {step.amplification for step, _ in total.steps}
     for amplification in Amplification:
         if amplification in present:
-            members = [
-                (*step[1:], count) for step, count in total.steps if step.amplification is amplification
-            ]
+            members = [(*step[1:], count) for step, count in total.steps if step.amplification is amplification]
             rates, noises, counts = (np.array(column) for column in zip(*members, strict=True))
             for step, count in _gathered(amplification, rates, noises, counts, most // len(present)):
                 kinds[step] = kinds.get(step, 0) + count
@@ -51,9 +49,7 @@ def _gathered(
         sums = np.zeros(len(points), dtype=object)  # whole numbers of any size
         np.add.at(sums, index, counts[here].astype(object))
         found += [
-            (Step(amplification, float(rate), float(z)), int(n))
-            for z, n in zip(points, sums, strict=True)
-            if n > 0
+            (Step(amplification, float(rate), float(z)), int(n)) for z, n in zip(points, sums, strict=True) if n > 0
         ]
     return found
 

@@ -66,9 +66,7 @@ def _trimmed(pieces: Pieces, tail: float) -> Pieces:
         return Pieces(np.zeros(1), np.zeros(1), pieces.lost)
     low = losses[min(int(np.searchsorted(np.cumsum(masses), tail)), len(losses) - 1)]
     kept = max(len(losses) - int(np.searchsorted(np.cumsum(masses[::-1]), tail)), 1)
-    return Pieces(
-        np.maximum(losses[:kept], low), masses[:kept], min(1.0, pieces.lost + float(masses[kept:].sum()))
-    )
+    return Pieces(np.maximum(losses[:kept], low), masses[:kept], min(1.0, pieces.lost + float(masses[kept:].sum())))
 
 
 def _interval(parts: Sequence[tuple[Pieces, int]], total: int) -> float:

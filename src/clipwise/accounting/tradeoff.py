@@ -90,8 +90,7 @@ class Tradeoff:
         start, middle = 1 - float(np.min(d)), float(np.max((1 - d) / (1 + np.exp(e))))
         steep = (alphas < middle) & (betas > middle)
         return cls._mirrored(
-            np.concatenate([[0.0], alphas[steep], [middle]]),
-            np.concatenate([[start], betas[steep], [middle]]),
+            np.concatenate([[0.0], alphas[steep], [middle]]), np.concatenate([[start], betas[steep], [middle]])
         )
 
     @classmethod
@@ -302,9 +301,7 @@ def _product(factors: Sequence[tuple[Tradeoff, int]]) -> Tradeoff:
     deltas_at = tensor_product.product([(curve.alphas, curve.betas, count) for curve, count in counted])
     if all(curve.is_symmetric for curve, _ in counted):
         return Tradeoff.from_profile(*refined(lambda e: np.clip(deltas_at(e), 0.0, 1.0)))
-    epsilons, deltas = refined(
-        lambda e: np.clip(np.maximum(deltas_at(e), -np.expm1(e)), 0.0, 1.0), both_signs=True
-    )
+    epsilons, deltas = refined(lambda e: np.clip(np.maximum(deltas_at(e), -np.expm1(e)), 0.0, 1.0), both_signs=True)
     return _of_one_order(epsilons, deltas)
 
 
@@ -315,8 +312,7 @@ def _of_one_order(epsilons: Array, deltas: Array) -> Tradeoff:
     end = min(1.0, float(np.max((1 - d) * np.exp(-epsilons))))  # where the last line reaches 0
     inside = (betas > 0) & (alphas < end)
     return _chain(
-        np.concatenate([[0.0], alphas[inside], [end]]),
-        np.concatenate([[1 - float(np.min(d))], betas[inside], [0.0]]),
+        np.concatenate([[0.0], alphas[inside], [end]]), np.concatenate([[1 - float(np.min(d))], betas[inside], [0.0]])
     )
 
 

@@ -51,10 +51,7 @@ def refined(profile: Callable[[Array], Array], *, both_signs: bool = False) -> t
         delta_low, delta_middle, delta_high = delta_low[useful], delta_middle[useful], delta_high[useful]
         epsilons, deltas = np.concatenate([epsilons, middle]), np.concatenate([deltas, delta_middle])
         low, high = np.concatenate([low, middle]), np.concatenate([middle, high])
-        delta_low, delta_high = (
-            np.concatenate([delta_low, delta_middle]),
-            np.concatenate([delta_middle, delta_high]),
-        )
+        delta_low, delta_high = (np.concatenate([delta_low, delta_middle]), np.concatenate([delta_middle, delta_high]))
     order = np.argsort(epsilons)
     return epsilons[order], deltas[order]
 

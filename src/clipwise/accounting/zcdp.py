@@ -88,9 +88,7 @@ def tight_delta(rho: float, epsilon: float) -> float:
 def _least(bound: Callable[[float], float], centre: float) -> float:
     """The least value of a function with one minimum that a search around `centre` finds."""
     centre = min(max(centre, -300.0), 300.0)
-    found = optimize.minimize_scalar(
-        bound, bounds=(centre - 6, centre + 6), method="bounded", options={"xatol": 1e-9}
-    )
+    found = optimize.minimize_scalar(bound, bounds=(centre - 6, centre + 6), method="bounded", options={"xatol": 1e-9})
     return min(float(found.fun), bound(centre))
 
 

@@ -66,9 +66,7 @@ def p_value_in_one_run(guesses: int, right: int, canaries: int, epsilon: float, 
     tail = float(stats.binom.sf(right - 1, guesses, p))
     if delta == 0:
         return tail
-    below = np.cumsum(
-        stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, p)
-    )  # P(v - i <= W < v), i = 1, 2, ...
+    below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, p))  # P(v - i <= W < v), i = 1, 2, ...
     steepest = float(np.max(below / np.arange(1, right + 1)))
     return min(1.0, tail + 2 * canaries * delta * steepest)
 

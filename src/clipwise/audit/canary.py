@@ -82,9 +82,7 @@ def canary(
             "planted goes with kind='record' only, and kind='record' needs it: give both or neither."
         )
     if kind != "dirac" and loss is None:
-        raise ConfigurationError(
-            f"kind={kind!r} needs loss=: loss(model, *batch) returns one loss per example."
-        )
+        raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) returns one loss per example.")
     whole("runs", runs, least=least_runs(kind))
     number("confidence", confidence, least=0.5, below=1)
     whole("record", record, least=0, most=len(dataset) - 1)
@@ -103,14 +101,10 @@ def canary(
     claim = Claim(worlds.history(), worlds.watches[0].delta if delta is None else delta)
     if kind != "dirac":
         inside_scores, outside_scores = _after_pilots(inside_scores, outside_scores)
-    return AuditReport(
-        claim, measured(f"{kind} canary", runs, inside_scores, outside_scores, claim, confidence)
-    )
+    return AuditReport(claim, measured(f"{kind} canary", runs, inside_scores, outside_scores, claim, confidence))
 
 
-def measured(
-    attack: str, runs: int, inside: Array, outside: Array, claim: Claim, confidence: float
-) -> Measured:
+def measured(attack: str, runs: int, inside: Array, outside: Array, claim: Claim, confidence: float) -> Measured:
     """Bounds from the scores of equally many runs with and without the canary."""
     n, failure = len(inside), 1 - confidence
     right = int((inside > 0).sum() + (outside <= 0).sum())
@@ -168,9 +162,7 @@ class _Worlds:
         else:
             while len(self.watches) < 2 * runs:
                 self._run()
-        found = [
-            np.array([s[0] for w in self.watches[world::2] for s in (w.scores, *w.more)]) for world in (0, 1)
-        ]
+        found = [np.array([s[0] for w in self.watches[world::2] for s in (w.scores, *w.more)]) for world in (0, 1)]
         return found[0][:runs], found[1][:runs]
 
     def history(self) -> tuple[Entry, ...]:

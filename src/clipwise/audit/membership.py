@@ -83,9 +83,7 @@ def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> 
     losses, member = losses_MN[rest], is_member_MN[rest]
     usable_N = (member.sum(0) >= 2) & ((~member).sum(0) >= 2)
     if not usable_N.any():
-        raise ConfigurationError(
-            "models: too few to estimate the loss of a record with it and without it; give more."
-        )
+        raise ConfigurationError("models: too few to estimate the loss of a record with it and without it; give more.")
     means = [np.where(side, losses, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (member, ~member)]
     spreads = []
     for side, mean_N in zip((member, ~member), means, strict=True):
@@ -120,10 +118,7 @@ def membership(
         run = train(make_run, dataset, half, seed + number)
         losses_MN[number] = _losses_of_all(run, loss, len(dataset))
     target = is_member_MN[0]
-    return (
-        loss_threshold(losses_MN[0][target], losses_MN[0][~target]),
-        likelihood_ratio(losses_MN, is_member_MN),
-    )
+    return (loss_threshold(losses_MN[0][target], losses_MN[0][~target]), likelihood_ratio(losses_MN, is_member_MN))
 
 
 class _Half(RunWatch):

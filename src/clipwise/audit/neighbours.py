@@ -190,9 +190,7 @@ def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
     stds = {name: part.noise_std for part in one.parts for name, _ in entries(part)}
     for name, mine in one.noise().items():
         # Released values are rounded to their own precision.
-        rounding = (
-            16 * _UNIT * max(float(one.sums[name].abs().max()), float(other.sums[name].abs().max()), 0.0)
-        )
+        rounding = 16 * _UNIT * max(float(one.sums[name].abs().max()), float(other.sums[name].abs().max()), 0.0)
         if mine.numel() and float((mine - theirs[name]).abs().max()) > _SAME_NOISE * stds[name] + rounding:
             yield Finding(
                 number,

@@ -60,7 +60,5 @@ def one_run(
         epsilon = epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure)
         mu = mu_in_one_run(2 * half, right, canaries, failure)
         exceeds = p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure
-        found.append(
-            Measured("one run of many canaries", 1, 2 * half, right, epsilon, mu, confidence, exceeds)
-        )
+        found.append(Measured("one run of many canaries", 1, 2 * half, right, epsilon, mu, confidence, exceeds))
     return AuditReport(claim, max(found, key=lambda m: (m.exceeds, m.mu, m.epsilon)))

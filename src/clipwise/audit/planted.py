@@ -57,9 +57,7 @@ class Planted(RunWatch, ABC):
     def begins(self, run: StepContext) -> NoiseKey:
         self.follow(run)
         if run.event.unit is Unit.USER:
-            raise ConfigurationError(
-                "Canaries are single records: use neighbours() for a run that protects users."
-            )
+            raise ConfigurationError("Canaries are single records: use neighbours() for a run that protects users.")
         if run.event.noise_multiplier == 0:
             raise ConfigurationError("The run has no noise, so it has no guarantee to measure.")
         self.scores = np.zeros(len(self.records))
@@ -119,9 +117,7 @@ class Dirac(Planted):
                 "own, or neighbours()."
             )
         if run.strategy.is_coupled and len(self.records) > 1:
-            raise ConfigurationError(
-                "If whole microbatches are clipped, there is one canary per run: use canary()."
-            )
+            raise ConfigurationError("If whole microbatches are clipped, there is one canary per run: use canary().")
         self._places = {
             part.name: _entries_for(len(self.records), self._home(part, run), run)
             for part in run.current_parts()

@@ -50,9 +50,7 @@ def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
     for what, square in squares.items():
         if counts[what] and stats.chi2.cdf(square, counts[what]) < CHANCE:
             share = math.sqrt(square / counts[what])
-            yield Finding(
-                0, "noise", f"the noise on {what} has {share:.3g} of the declared standard deviation."
-            )
+            yield Finding(0, "noise", f"the noise on {what} has {share:.3g} of the declared standard deviation.")
 
 
 def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
@@ -104,9 +102,7 @@ def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding
         )
     if len({len(d) for d in draws}) == 1 and _chance_of_one_value(dataset_size, rate, T) < CHANCE:
         yield Finding(
-            0,
-            "sampling",
-            f"all of {T} batches have one size, and Poisson sampling is charged: their size is random.",
+            0, "sampling", f"all of {T} batches have one size, and Poisson sampling is charged: their size is random."
         )
 
 

@@ -39,8 +39,7 @@ def audit(
         ),
     ] = None,
     runs: Annotated[
-        int,
-        typer.Option(min=0, help="Runs with a canary, and as many again without; 0 for no such attack."),
+        int, typer.Option(min=0, help="Runs with a canary, and as many again without; 0 for no such attack.")
     ] = 100,
     kind: Annotated[
         str,
@@ -136,10 +135,7 @@ def audit(
         say(f"Neighbours. {compared}", style="" if compared.ok else "red")
         for report in reports:
             m = report.measured
-            say(
-                f"{m.attack}: {m.how_often}, {m.right} of {m.guesses} guesses right, confidence "
-                f"{m.confidence:.10g}"
-            )
+            say(f"{m.attack}: {m.how_often}, {m.right} of {m.guesses} guesses right, confidence {m.confidence:.10g}")
             stdout().print(_table(report))
         say(
             "Within the claim: no attack exceeded what the guarantee allows. This is no proof."

@@ -15,20 +15,16 @@ from clipwise.recipes.demo import DELTA, NOTE, RECIPES, Moment, Recipe, Result, 
 
 
 def demo(
-    out: Annotated[
-        Path, typer.Option(help="Folder for the runs. If it exists, OUT-2, OUT-3, ... is used.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs. If it exists, OUT-2, OUT-3, ... is used.")] = Path(
+        "runs/demo"
+    ),
     seed: Annotated[
-        int | None,
-        typer.Option(help="Make the demo reproducible. A run with a given seed claims no guarantee."),
+        int | None, typer.Option(help="Make the demo reproducible. A run with a given seed claims no guarantee.")
     ] = None,
     epochs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Train all three runs for this many epochs instead of their defaults."),
+        int | None, typer.Option(min=1, help="Train all three runs for this many epochs instead of their defaults.")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One epoch each: shows that it works, not how well.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One epoch each: shows that it works, not how well.")] = False,
 ) -> None:
     """Train on real digits without privacy, at epsilon 8 and at epsilon 3, and compare.
 
@@ -49,8 +45,7 @@ def demo(
     console = stdout()
     folder = fresh_folder(out)
     results = [
-        _follow(shortened(recipe, epochs), folder / recipe.name.replace(" ", "-"), seed, console)
-        for recipe in RECIPES
+        _follow(shortened(recipe, epochs), folder / recipe.name.replace(" ", "-"), seed, console) for recipe in RECIPES
     ]
     console.print(_table(results))
     if results[-1].statement is not None:
@@ -63,10 +58,7 @@ def _follow(recipe: Recipe, folder: Path, seed: int | None, console: Console) ->
     """Trains one run with a live progress display, or prints one line at the end without a terminal."""
     if not console.is_terminal:
         result = run(recipe, folder, seed=seed, watch=lambda _: None)
-        say(
-            f"{recipe.name}: {result.steps} steps, test accuracy {result.accuracy:.1%}",
-            console=console,
-        )
+        say(f"{recipe.name}: {result.steps} steps, test accuracy {result.accuracy:.1%}", console=console)
         return result
     columns = (TextColumn("{task.description:<15}"), BarColumn(), TextColumn("{task.fields[figures]}"))
     with Progress(*columns, console=console) as progress:

@@ -42,9 +42,7 @@ def epsilon(
     ] = None,
     repetitions_shape: Annotated[
         float | None,
-        typer.Option(
-            help="The distribution of that number: 1 is geometric (the default), 0 logarithmic, inf Poisson."
-        ),
+        typer.Option(help="The distribution of that number: 1 is geometric (the default), 0 logarithmic, inf Poisson."),
     ] = None,
     second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Plot to this file, which ends in .png or .svg.")] = None,

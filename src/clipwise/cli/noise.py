@@ -13,14 +13,7 @@ from clipwise import accounting
 from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
 from clipwise.cli.releases import table_of
-from clipwise.cli.run_options import (
-    Plan,
-    RunOptions,
-    SecondOpinion,
-    naming_options,
-    plan_of,
-    takes_run_options,
-)
+from clipwise.cli.run_options import Plan, RunOptions, SecondOpinion, naming_options, plan_of, takes_run_options
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling
@@ -96,9 +89,7 @@ def _solve(options: RunOptions, epsilon: float) -> Solved:
 
 def _least_noise(options: RunOptions, epsilon: float) -> Solved:
     run = plan_of(options)
-    found = accounting.noise_multiplier(
-        epsilon=epsilon, delta=options.delta, steps=run.steps, **run.arguments()
-    )
+    found = accounting.noise_multiplier(epsilon=epsilon, delta=options.delta, steps=run.steps, **run.arguments())
     shown = rounded_up(found, 6)  # the printed value is at least the one found
     return f"Least noise: a multiplier of {shown}", run, float(shown)
 

@@ -42,11 +42,7 @@ def rounded_up(value: float, digits: int = 4) -> str:
 
 
 def in_words(
-    epsilon: float,
-    delta: float,
-    adjacency: Adjacency,
-    unit: Unit = Unit.RECORD,
-    curve: Tradeoff | None = None,
+    epsilon: float, delta: float, adjacency: Adjacency, unit: Unit = Unit.RECORD, curve: Tradeoff | None = None
 ) -> str:
     """The meaning of (epsilon, delta) in words.
 

@@ -17,9 +17,7 @@ def require_picture(file: Path | None) -> None:
     if file.suffix.lower() not in METADATA:
         raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
     if not file.parent.is_dir():
-        raise ConfigurationError(
-            f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first."
-        )
+        raise ConfigurationError(f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first.")
     if file.is_dir():
         raise ConfigurationError(f"--plot {file} is a folder: name a file.")
 
@@ -29,15 +27,12 @@ def require_folder(folder: Path) -> None:
     whole = Path(os.path.abspath(folder))
     place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
     if not os.path.isdir(place):
-        raise ConfigurationError(
-            f"--out {folder} cannot be a folder: {place.name} is a file. Give another name."
-        )
+        raise ConfigurationError(f"--out {folder} cannot be a folder: {place.name} is a file. Give another name.")
     try:
         # Testing the permission is not enough: /proc grants it and still refuses to write.
         with tempfile.TemporaryDirectory(dir=place) as trial:
             (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). "
-            "Give another folder."
+            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). Give another folder."
         ) from error

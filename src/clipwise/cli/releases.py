@@ -25,12 +25,7 @@ OTHERS = (
     ("zcdp", "zCDP", "looser", "no bound: batches are sampled"),
     ("gdp", "GDP", "exact: nothing is sampled", "no bound: batches are sampled"),
 )
-SECOND = (
-    "dp-accounting",
-    "dp-accounting",
-    "PLD of that library: a second opinion",
-    "no bound: fixed-size batches",
-)
+SECOND = ("dp-accounting", "dp-accounting", "PLD of that library: a second opinion", "no bound: fixed-size batches")
 
 
 COUNTS = "report this one"
@@ -95,9 +90,7 @@ class Releases:
                     "counted."
                 )
             elif not run.found.clean:
-                say(
-                    "The run is in progress or did not end cleanly. All that it may have released is counted."
-                )
+                say("The run is in progress or did not end cleanly. All that it may have released is counted.")
         if self.is_seeded:
             say(f"Guarantee: {NO_GUARANTEE}. All figures are those of the same runs with fresh keys.")
         say(self.heading)
@@ -115,9 +108,7 @@ def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases
         what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
         return Releases(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
     if options.noise_multiplier is None:
-        raise ConfigurationError(
-            "Describe a run with --noise-multiplier and the other options, or give --ledger."
-        )
+        raise ConfigurationError("Describe a run with --noise-multiplier and the other options, or give --ledger.")
     plan = plan_of(options)
     with naming_options():
         history = plan.history(options.noise_multiplier)
@@ -138,10 +129,7 @@ def _print_kinds(history: Sequence[Entry]) -> None:
 
 
 def table_of(
-    history: Sequence[Entry],
-    delta: float,
-    second_opinion: bool = False,
-    plan: Mapping[str, Any] | None = None,
+    history: Sequence[Entry], delta: float, second_opinion: bool = False, plan: Mapping[str, Any] | None = None
 ) -> Table:
     """A table of the epsilon of every accountant at `delta`, and of the central limit, which is no bound.
 

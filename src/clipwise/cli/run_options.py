@@ -32,8 +32,7 @@ Ledgers = Annotated[
 SecondOpinion = Annotated[
     bool,
     typer.Option(
-        "--second-opinion",
-        help="Also compute the figure of the library dp-accounting; it may take some seconds.",
+        "--second-opinion", help="Also compute the figure of the library dp-accounting; it may take some seconds."
     ),
 ]
 
@@ -43,15 +42,13 @@ class RunOptions:
     """The options of a planned run. None means that the option was left out."""
 
     noise_multiplier: Annotated[
-        float | None,
-        typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum."),
+        float | None, typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum.")
     ] = None
     sample_rate: Annotated[
         float | None, typer.Option(help="The probability that a given record is in a batch, between 0 and 1.")
     ] = None
     batch_size: Annotated[
-        int | None,
-        typer.Option(help="The (expected) number of records per batch; needs --dataset-size."),
+        int | None, typer.Option(help="The (expected) number of records per batch; needs --dataset-size.")
     ] = None
     dataset_size: Annotated[
         int | None, typer.Option(help="The number of records in the data set, which is public.")
@@ -67,16 +64,16 @@ class RunOptions:
         Sampling,
         typer.Option(
             help="How batches are drawn. An ordinary shuffled loader is 'shuffled'. 'partition' is for Batch, which "
-            "clips each block as a whole: for any other clipping the figure would be too low.",
+            "clips each block as a whole: for any other clipping the figure would be too low."
         ),
     ] = Sampling.POISSON
     adjacency: Annotated[
         Adjacency | None,
         typer.Option(help="Which data sets count as neighbours; by default that of the sampling scheme."),
     ] = None
-    unit: Annotated[
-        Unit, typer.Option(help="The unit of privacy: what one item of the data set stands for.")
-    ] = Unit.RECORD
+    unit: Annotated[Unit, typer.Option(help="The unit of privacy: what one item of the data set stands for.")] = (
+        Unit.RECORD
+    )
     max_batch_size: Annotated[
         int | None,
         typer.Option(
@@ -85,9 +82,7 @@ class RunOptions:
     ] = None
     mini_sets: Annotated[
         int | None,
-        typer.Option(
-            help="For partition and fixed-size: the number of microbatches per batch; 1 by default."
-        ),
+        typer.Option(help="For partition and fixed-size: the number of microbatches per batch; 1 by default."),
     ] = None
 
     @property
@@ -117,9 +112,7 @@ def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
                 for f in fields(RunOptions)
             ]
         else:
-            parameters.append(
-                parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-            )
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
 
     @wraps(command)
     def with_options(**given: Any) -> None:
@@ -154,10 +147,7 @@ class Plan:
             "period": self.scheme.period,
         }
         if isinstance(self.scheme, TruncatedPoisson):
-            found |= {
-                "dataset_size": self.scheme.dataset_size,
-                "max_batch_size": self.scheme.max_batch_size,
-            }
+            found |= {"dataset_size": self.scheme.dataset_size, "max_batch_size": self.scheme.max_batch_size}
         return found
 
     def __str__(self) -> str:
@@ -165,11 +155,7 @@ class Plan:
             f"{self.steps} steps, {self.scheme.sampling} sampling at rate {self.scheme.sample_rate:.6g}, "
             f"{self.adjacency}"
             + ("" if self.unit is Unit.RECORD else f" of one {self.unit}")
-            + (
-                ", each block clipped as a whole (Batch)"
-                if self.scheme.sampling is Sampling.PARTITION
-                else ""
-            )
+            + (", each block clipped as a whole (Batch)" if self.scheme.sampling is Sampling.PARTITION else "")
         )
 
 

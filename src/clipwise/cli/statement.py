@@ -14,9 +14,7 @@ from clipwise.report.statement import of_ledger
 
 def statement(
     ledger: Annotated[Path, typer.Argument(help="The ledger file of a run; it is only read.")],
-    delta: Annotated[
-        float | None, typer.Option(help="The delta to state; by default the delta of the run.")
-    ] = None,
+    delta: Annotated[float | None, typer.Option(help="The delta to state; by default the delta of the run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the statement as JSON.")] = False,
 ) -> None:
     """The privacy statement of a run: the guarantee, its assumptions, and what it does not cover.

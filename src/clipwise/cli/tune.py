@@ -22,8 +22,7 @@ from clipwise.tune.subject import of_script
 
 def tune(
     what: Annotated[
-        str,
-        typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function."),
+        str, typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function.")
     ],
     trials: Annotated[
         int | None, typer.Option(min=1, help="The number of finished runs of the study; 30 if left out.")
@@ -42,8 +41,7 @@ def tune(
         float | None, typer.Option(help="With --accounted: the budget of the whole search; 3 if left out.")
     ] = None,
     mean_runs: Annotated[
-        float | None,
-        typer.Option(help="With --accounted: the mean number of runs, more than 1; 10 if left out."),
+        float | None, typer.Option(help="With --accounted: the mean number of runs, more than 1; 10 if left out.")
     ] = None,
     sample_rate: Annotated[
         float | None, typer.Option(help="With --accounted: the sampling rate of every run; 0.05 if left out.")
@@ -53,9 +51,7 @@ def tune(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="The folder of the study; runs/tune if left out. An existing study there continues."
-        ),
+        typer.Option(help="The folder of the study; runs/tune if left out. An existing study there continues."),
     ] = None,
 ) -> None:
     """Search settings for high accuracy and small epsilon, and show the Pareto front.
@@ -82,12 +78,7 @@ def tune(
         raise ConfigurationError(
             f"{what!r} is not a recipe or a script: give {', '.join(RECIPES)}, or a file that ends in .py."
         )
-    of_accounted = {
-        "epsilon": epsilon,
-        "mean_runs": mean_runs,
-        "sample_rate": sample_rate,
-        "epochs": epochs,
-    }
+    of_accounted = {"epsilon": epsilon, "mean_runs": mean_runs, "sample_rate": sample_rate, "epochs": epochs}
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
@@ -111,8 +102,7 @@ def require_no_options_of_accounted(given: dict[str, float]) -> None:
     """Refuse options that an ordinary search would ignore."""
     for name in given:
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and "
-            "length."
+            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length."
         )
 
 
@@ -128,9 +118,7 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
         say(sentence)
 
 
-def search_accounted(
-    recipe: Recipe, given: dict[str, float], trials: int | None, out: Path | None, seed: int
-) -> None:
+def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None, out: Path | None, seed: int) -> None:
     """Search with a secret number of runs; print and save the best."""
     if trials is not None:
         raise ConfigurationError(
@@ -140,9 +128,7 @@ def search_accounted(
     options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
         require_folder(out)
-        out.mkdir(
-            parents=True, exist_ok=True
-        )  # before the search, because its result cannot be computed again
+        out.mkdir(parents=True, exist_ok=True)  # before the search, because its result cannot be computed again
     found = selection.search(recipe, options, seed)
     for sentence in found.in_words():
         say(sentence)
@@ -156,7 +142,5 @@ def _table(points: list[Point]) -> Table:
     names = list(best[0].settings) if best else []
     table = Table("epsilon", "accuracy", *names, title="Runs that no other beats", title_justify="left")
     for p in best:
-        table.add_row(
-            rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(report.short(p.settings.get(n)) for n in names)
-        )
+        table.add_row(rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(report.short(p.settings.get(n)) for n in names))
     return table

@@ -10,16 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import (
-    Bound,
-    Clipper,
-    Parameters,
-    Site,
-    Split,
-    Strategy,
-    require_entries,
-    require_records,
-)
+from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries, require_records
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
 from clipwise.clipping.noise_split import require_split
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
@@ -139,10 +130,7 @@ class Backprop(Strategy):
 
     def describe(self) -> dict[str, Any]:
         """The configuration in JSON types; the clipper adds the constants of the layers."""
-        return {
-            "strategy": self.name,
-            "split": self.split if isinstance(self.split, str) else dict(self.split),
-        }
+        return {"strategy": self.name, "split": self.split if isinstance(self.split, str) else dict(self.split)}
 
 
 class BackpropClipper(Clipper):
@@ -200,9 +188,7 @@ class BackpropClipper(Clipper):
 
     def state_dict(self) -> dict[str, Any]:
         """The constants of the layers."""
-        return {
-            "layers": {name: [*vars(c).values(), uses] for name, (c, uses) in self._constants_now().items()}
-        }
+        return {"layers": {name: [*vars(c).values(), uses] for name, (c, uses) in self._constants_now().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Restore the norms of the layers, unless their modes, bounds or uses differ."""

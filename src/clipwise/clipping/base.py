@@ -229,9 +229,7 @@ class Strategy(ABC):
         if "name" in cls.__dict__:
             other = _RECORDED.setdefault(cls.name, cls)
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ConfigurationError(
-                    f"{cls.__name__}.name={cls.name!r} is already the name of {other.__name__}."
-                )
+                raise ConfigurationError(f"{cls.__name__}.name={cls.name!r} is already the name of {other.__name__}.")
             _RECORDED[cls.name] = cls
 
     @abstractmethod
@@ -248,9 +246,7 @@ class Strategy(ABC):
         unknown: tuple[str, ...] = ()
         name = recorded.get("strategy")
         if name is not None and name not in _RECORDED:
-            unknown = (
-                f"the strategy {name!r} satisfies its recorded sensitivities (its code is not loaded here)",
-            )
+            unknown = (f"the strategy {name!r} satisfies its recorded sensitivities (its code is not loaded here)",)
         return StatementText(separate=_SEPARATE if cls.is_coupled else "", assumptions=unknown)
 
     def require_views(self) -> None:
@@ -297,6 +293,4 @@ def require_records(unit: Unit, strategy: str) -> None:
 
 def damaged(what: str) -> CheckpointError:
     """The error for an invalid `state_dict`."""
-    return CheckpointError(
-        f"This state_dict of a private run is damaged: {what}. Use the one saved before it."
-    )
+    return CheckpointError(f"This state_dict of a private run is damaged: {what}. Use the one saved before it.")

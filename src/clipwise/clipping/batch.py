@@ -141,9 +141,7 @@ class Batch(VectorClipping):
         elif count == 1:
             found = f"the clipped {what} of the whole batch"
         else:
-            found = (
-                f"the sum of the clipped {what}s of {count} microbatches (assigned by record index or block)"
-            )
+            found = f"the sum of the clipped {what}s of {count} microbatches (assigned by record index or block)"
         return replace(super().statement_text(recorded, unit), sum=found)
 
 
@@ -171,9 +169,7 @@ class BatchClipper(VectorClipper):
                 "max_norm: keep parameters in float32."
             )
         # Microbatches cannot be padded, since batch norm would use the rows. So they must have one size.
-        has_one_size = (
-            not of_users and not scheme.has_random_size and (k == 1 or scheme.sampling in _OF_ONE_SIZE)
-        )
+        has_one_size = not of_users and not scheme.has_random_size and (k == 1 or scheme.sampling in _OF_ONE_SIZE)
         self.is_capturable = has_one_size and strategy.local_update is None and not statistics.bounds
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -222,9 +218,7 @@ class BatchClipper(VectorClipper):
         narrow_nus_P = nus_P.masked_fill(nus_P < _LEAST_WEIGHT, 0.0).float()
         chosen = self._constants.chosen(self.secret, 1)
         result: dict[str, Tensor] = {}
-        for (part, names), nu, narrow_nu in zip(
-            groups.items(), nus_P.unbind(), narrow_nus_P.unbind(), strict=True
-        ):
+        for (part, names), nu, narrow_nu in zip(groups.items(), nus_P.unbind(), narrow_nus_P.unbind(), strict=True):
             if chosen and not chosen[part]:
                 result.update(self._zeros(names))
             else:

@@ -69,9 +69,7 @@ def group_parameters(
     for name in parameters:
         if seen.count(name) != 1:
             times = "in no part" if name not in seen else "in several parts"
-            raise ConfigurationError(
-                f"{argument}: trainable parameter {name!r} is {times}; it must be in exactly one."
-            )
+            raise ConfigurationError(f"{argument}: trainable parameter {name!r} is {times}; it must be in exactly one.")
     return grouped
 
 
@@ -115,9 +113,7 @@ def _in_order(names: Collection[str]) -> list[str]:
 def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:
     found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
     if not found:
-        raise ConfigurationError(
-            f"{argument}: {wanted!r} is not a trainable parameter or module of the model."
-        )
+        raise ConfigurationError(f"{argument}: {wanted!r} is not a trainable parameter or module of the model.")
     return found
 
 
@@ -126,8 +122,6 @@ def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) 
     if isinstance(max_norm, Mapping):
         missing = [part for part in parts if part not in max_norm]
         if missing or len(max_norm) != len(parts):
-            raise ConfigurationError(
-                f"max_norm: give one number for each of the parts {', '.join(map(repr, parts))}."
-            )
+            raise ConfigurationError(f"max_norm: give one number for each of the parts {', '.join(map(repr, parts))}.")
         return {part: max_norm[part] for part in parts}
     return dict.fromkeys(parts, max_norm / math.sqrt(len(parts)))

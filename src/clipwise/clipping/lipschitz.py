@@ -50,9 +50,7 @@ _AS_TRACED = (
     "layers satisfy the bounds derived from the norms of their weights: proven for each kind of layer, and the graph "
     "of every step is compared with the traced graph"
 )
-_FOLLOWING = (
-    " (of the next step: bounds are recomputed from the released weights, and the noise is scaled with them)"
-)
+_FOLLOWING = " (of the next step: bounds are recomputed from the released weights, and the noise is scaled with them)"
 
 
 @dataclass(frozen=True)
@@ -258,15 +256,11 @@ class LipschitzClipper(Clipper):
 
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
-        norms, self._ratios = weights.clip_and_measure_(
-            self._network, self._limits, self._strategy.norm, effort
-        )
+        norms, self._ratios = weights.clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
         found = bounds_from(self._network, self._norms, self._constant)
-        self.moved = balance_(
-            self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm
-        )
+        self.moved = balance_(self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm)
         if self.moved:
             found = bounds_from(self._network, self._norms, self._constant)
         return found
@@ -323,9 +317,7 @@ class LipschitzClipper(Clipper):
         gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
         with self.arithmetic.products():
             found = torch.autograd.grad(outputs, list(self._parameters.values()), gradients)
-        return {
-            name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)
-        }
+        return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)}
 
     def _require_as_bounded(self, outputs: Tensor) -> None:
         """Require the weights and the arithmetic of the bounds, and no hooks on gradients."""

@@ -16,9 +16,7 @@ from clipwise.layers.all_public_statistics import AllPublicStatistics
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
 
-def local_changes(
-    update: LocalUpdate, model: nn.Module, mini_set: Any, parameters: Parameters
-) -> dict[str, Tensor]:
+def local_changes(update: LocalUpdate, model: nn.Module, mini_set: Any, parameters: Parameters) -> dict[str, Tensor]:
     """The change of each parameter, returned by the update or read from its copy; 0 for omitted parameters."""
     own = copied(model)
     with torch.enable_grad():
@@ -46,9 +44,7 @@ def _require_changes(deltas: object, parameters: Parameters) -> None:
         )
     for name, delta in deltas.items():
         if name not in parameters:
-            raise StepError(
-                f"local_update returned {name!r}, which is not a trainable parameter of the model."
-            )
+            raise StepError(f"local_update returned {name!r}, which is not a trainable parameter of the model.")
         p = parameters[name]
         fits = isinstance(delta, Tensor) and delta.layout == torch.strided and not delta.is_meta
         if not fits or delta.shape != p.shape or not (p.is_complex() or delta.is_floating_point()):

@@ -21,11 +21,7 @@ def require_split(split: object) -> None:
 
 
 def noised_parts(
-    bounds: Sequence[Bound],
-    parameters: Parameters,
-    noise_multiplier: float,
-    split: Split,
-    expected_size: float,
+    bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split, expected_size: float
 ) -> tuple[Part, ...]:
     """The parts of a step with their noise, such that the joint mechanism has `noise_multiplier`.
 
@@ -47,9 +43,7 @@ def noised_parts(
     assert all(b.share == share for b in beside)
     stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
     if beside:
-        stds |= _divided(
-            beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal"
-        )
+        stds |= _divided(beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal")
     parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
     if effective_multiplier(parts) < noise_multiplier:
         # Bounds may change from step to step, and rounding must not reduce the multiplier below that of the event.
@@ -71,18 +65,14 @@ def _divided(
             )
         found = [z * b.sensitivity for b in bounds]
     elif isinstance(split, str):
-        sizes = [
-            sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds
-        ]
+        sizes = [sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds]
         found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
     else:
         found = _by_weights(bounds, z, split)
     return dict(zip(bounds, found, strict=True))
 
 
-def _by_weights(
-    bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]
-) -> list[float]:
+def _by_weights(bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]) -> list[float]:
     """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
     require_split(weights)
     names = [b.name for b in bounds]

@@ -90,9 +90,7 @@ class LayerStatistics:
         bounds: one part per layer, with sensitivity `factor` times R.
     """
 
-    def __init__(
-        self, rule: NoisedStatistics | None = None, site: Site | None = None, factor: float = 2.0
-    ) -> None:
+    def __init__(self, rule: NoisedStatistics | None = None, site: Site | None = None, factor: float = 2.0) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
         if rule is None or site is None:

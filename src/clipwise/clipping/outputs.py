@@ -87,9 +87,7 @@ def _differ(found: Tensor, expected: Tensor) -> Tensor:
 def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
     (found,) = torch.autograd.grad(losses, outputs, weights_B, retain_graph=True, allow_unused=True)
     if found is None:
-        raise StepError(
-            "losses were not computed from outputs: pass the outputs of the model for this batch."
-        )
+        raise StepError("losses were not computed from outputs: pass the outputs of the model for this batch.")
     return found.detach()
 
 

@@ -30,9 +30,7 @@ MODES = ("clip", "normalize")
 PRODUCTS = ("auto", "ieee", "tf32")
 _WRITTEN = ("instantiate", "vmap", "loop")  # methods that materialize per-example gradients
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): limits the growth of tiny gradients
-_SMALLEST_WEIGHT = torch.finfo(
-    torch.float32
-).tiny  # smaller weights have a relative rounding error above 2^-24
+_SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # smaller weights have a relative rounding error above 2^-24
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,7 @@ class PerExampleClipper(VectorClipper):
         constants = strategy.constants(site)
         statistics = LayerStatistics(strategy.running_statistics, site, site.factor)
         self.is_capturable = not statistics.bounds  # the layers change after each release
-        super().__init__(
-            constants, site.factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics
-        )
+        super().__init__(constants, site.factor * (1 + arithmetic.slack), site.scheme.expected_size, statistics)
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i nu_i g_i over the examples of a batch or of a piece of it."""
@@ -158,9 +154,7 @@ class PerExampleClipper(VectorClipper):
             if name in errors:
                 errors[name] = errors[name] * (m * m * (1 + 2.0**-50))
         part_norms = {
-            part: self._bounds_of_norms(
-                [squares[n] for n in names], [errors[n] for n in names if n in errors]
-            )
+            part: self._bounds_of_norms([squares[n] for n in names], [errors[n] for n in names if n in errors])
             for part, names in groups.items()
         }
         finite_B = _sum(list(part_norms.values())) < math.inf  # norms are at least 0, or NaN
@@ -178,9 +172,7 @@ class PerExampleClipper(VectorClipper):
                 nu_B = nu_B.float()  # once per part, not per parameter
             weights.update(dict.fromkeys(names, nu_B))
         sums = gradients.weighted_sums(weights)
-        sums |= {
-            name: torch.zeros_like(at_least_float32(self._parameters[name].detach())) for name in left_out
-        }
+        sums |= {name: torch.zeros_like(at_least_float32(self._parameters[name].detach())) for name in left_out}
         return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
 
     def nothing(self) -> dict[str, Tensor]:

@@ -40,10 +40,7 @@ class Constants:
     share: float = 1.0
 
     def __init__(
-        self,
-        groups: dict[str, list[str]],
-        norms: dict[str, float],
-        scales: Mapping[str, float] | None = None,
+        self, groups: dict[str, list[str]], norms: dict[str, float], scales: Mapping[str, float] | None = None
     ) -> None:
         self.groups, self.norms, self.scales = groups, norms, dict(scales or {})
         self.bounds: tuple[Bound, ...] = ()
@@ -67,9 +64,7 @@ class Constants:
         """The vectors in each part (bool [vectors]); empty if every vector is in all parts."""
         return {}
 
-    def counts(
-        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """The sums released besides the gradient, from the norms [B] of each part."""
         return {}
 
@@ -107,9 +102,7 @@ class ScaledConstants(Constants):
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
         return self._inner.chosen(secret, vectors)
 
-    def counts(
-        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         return self._inner.counts(norms, muted_B, real_B)
 
     def _take_over(self) -> bool:
@@ -244,18 +237,12 @@ class QuantileNorms(Constants):
         self._names = {part: f"count of {part}" for part in parts}
         for name in self._names.values():
             if name in site.parameters:
-                raise ConfigurationError(
-                    f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter."
-                )
+                raise ConfigurationError(f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter.")
         # b - 1/2 lies in [-1/2, 1/2].
         sensitivity = 1.0 if site.adjacency is Adjacency.REPLACE_ONE else 0.5
-        self.bounds = tuple(
-            Bound(name, (), sensitivity, quantile.count_noise) for name in self._names.values()
-        )
+        self.bounds = tuple(Bound(name, (), sensitivity, quantile.count_noise) for name in self._names.values())
 
-    def counts(
-        self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i (b_i - 1/2) of each part over the real examples, in float64."""
         counted_B = torch.ones_like(muted_B) if real_B is None else real_B
         return {

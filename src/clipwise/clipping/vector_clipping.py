@@ -39,9 +39,7 @@ class VectorClipping(Strategy):
         for name, kind in (("sparse", Sparse), ("running_statistics", NoisedStatistics)):
             given = getattr(self, name)
             if not (given is None or isinstance(given, kind)):
-                raise ConfigurationError(
-                    f"{name} must be {kind.__name__}(...) or None, not {type(given).__name__}."
-                )
+                raise ConfigurationError(f"{name} must be {kind.__name__}(...) or None, not {type(given).__name__}.")
 
     def constants(self, site: Site) -> Constants:
         constants = constants_for(self.max_norm, self.parts, site)
@@ -81,8 +79,7 @@ class VectorClipping(Strategy):
         text = super().statement_text(recorded, unit)
         if policy.get("every") is not None or decays or "sparse" in recorded:
             text = replace(
-                text,
-                changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)",
+                text, changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)"
             )
         if "running_statistics" in recorded:
             released = "noised statistics of batch norm layers, which they use in evaluation"
@@ -109,11 +106,7 @@ class VectorClipper(Clipper):
     """
 
     def __init__(
-        self,
-        constants: Constants,
-        factor: float,
-        vectors: float,
-        statistics: LayerStatistics | None = None,
+        self, constants: Constants, factor: float, vectors: float, statistics: LayerStatistics | None = None
     ) -> None:
         self._constants, self._factor = constants, factor
         self._statistics = LayerStatistics() if statistics is None else statistics
@@ -130,9 +123,7 @@ class VectorClipper(Clipper):
 
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         # With a share below 1 each part has only some of the vectors; statistics use all of them.
-        self._statistics.learn(
-            {b.name: means[b.name] * self._constants.share for b in self._statistics.bounds}
-        )
+        self._statistics.learn({b.name: means[b.name] * self._constants.share for b in self._statistics.bounds})
         changed = self._constants.learn(means, self.noise)
         if changed:
             self._restate()

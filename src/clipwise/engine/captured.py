@@ -48,9 +48,7 @@ class Captured:
         bounds: the noise and the clips at capture.
     """
 
-    def __init__(
-        self, context: StepContext, loss: Callable[..., Tensor], size: int, batch: Sequence[Any]
-    ) -> None:
+    def __init__(self, context: StepContext, loss: Callable[..., Tensor], size: int, batch: Sequence[Any]) -> None:
         self._context, self._loss, self._size = context, loss, size
         self.bounds = bounds_of(context)
         self._is_coupled = context.strategy.is_coupled
@@ -81,9 +79,7 @@ class Captured:
         self._clear()
         self._prepare_keys()
         self._release_graph = cuda_graphs.capture(self._write_gradients, self._device)
-        self._update = cuda_graphs.Update(
-            context.optimizer, self._device, {hook.id for hook in context.step_hooks}
-        )
+        self._update = cuda_graphs.Update(context.optimizer, self._device, {hook.id for hook in context.step_hooks})
 
     def _prepare_keys(self) -> None:
         """Allocate memory for the keys of a step: one row per draw, with the labels of eager steps."""

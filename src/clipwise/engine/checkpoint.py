@@ -57,9 +57,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the checkpoint does not exist.") from error
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is no checkpoint, or it is damaged: {type(error).__name__}."
-        ) from error
+        raise CheckpointError(f"{path} is no checkpoint, or it is damaged: {type(error).__name__}.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is no checkpoint of clipwise.")
     return state

@@ -93,9 +93,7 @@ class StepContext:
         self.event, self.ledger, self.parts = plan.event, plan.ledger, plan.parts
         self.is_seeded = plan.seed is not None
         # A run that released nothing cannot be continued.
-        self.must_load = (
-            isinstance(plan.ledger, FileLedger) and plan.ledger.existing and plan.ledger.position > 0
-        )
+        self.must_load = isinstance(plan.ledger, FileLedger) and plan.ledger.existing and plan.ledger.position > 0
         given = None if self.must_load else plan.seed
         key = NoiseKey.fresh() if given is None else NoiseKey.from_seed(given)
         self.keys = StepKeys(key, plan.scheme.steps_per_epoch)
@@ -251,9 +249,7 @@ class StepContext:
             self.plan.public_statistics.refresh(force=True)
 
 
-def parts_of(
-    clipper: Clipper, parameters: Parameters, multiplier: float, split: Split, noise: str
-) -> tuple[Part, ...]:
+def parts_of(clipper: Clipper, parameters: Parameters, multiplier: float, split: Split, noise: str) -> tuple[Part, ...]:
     """The parts of a clipper's release. Secure noise adds the rounding of the sums to the sensitivity."""
     parts = noised_parts(clipper.bounds, parameters, multiplier, split, clipper.divisor)
     if noise != "secure":

@@ -43,9 +43,7 @@ def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> 
 class Update:
     """The optimizer's step, as a graph while its settings do not change."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()) -> None:
         self._optimizer, self._device, self._own_hooks = optimizer, device, own_hooks
         self._graph: Graph | None = None
         self._settings: object = None
@@ -77,9 +75,7 @@ class Update:
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[list[object]]:
     """What a captured update assumes constant: numbers, and the addresses of tensors."""
-    groups = [
-        [_place(value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups
-    ]
+    groups = [[_place(value) for key, value in group.items() if key != "params"] for group in optimizer.param_groups]
     states = [[_place(value) for value in state.values()] for state in optimizer.state.values()]
     return groups + states
 

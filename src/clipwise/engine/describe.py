@@ -85,8 +85,7 @@ def configuration(context: StepContext) -> dict[str, Any]:
     """All public settings that determine the releases, in plain types."""
     plan, optimizer = context.plan, context.optimizer
     groups = [
-        {name: _plain(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
+        {name: _plain(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
     found = {
         "event": context.event.to_dict(),

@@ -35,15 +35,7 @@ from clipwise.optim.averaging import AveragedParameters
 from clipwise.optim.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
 from clipwise.report.run_description import About
-from clipwise.sampling import (
-    DRAWN_BY_MINI_SETS,
-    ByUser,
-    Fetcher,
-    Partition,
-    Scheme,
-    make_scheme,
-    mini_sets_of,
-)
+from clipwise.sampling import DRAWN_BY_MINI_SETS, ByUser, Fetcher, Partition, Scheme, make_scheme, mini_sets_of
 from clipwise.sampling.augmentation import Views
 from clipwise.validation import step_inputs
 from clipwise.validation.arguments import plain, require_bool, require_path, whole
@@ -238,9 +230,7 @@ def make_private(
         raise
 
 
-def _strategy(
-    clipping: Strategy | None, model: nn.Module, parameters: Mapping[str, nn.Parameter]
-) -> Strategy:
+def _strategy(clipping: Strategy | None, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Strategy:
     strategy = PerExample() if clipping is None else clipping
     if not isinstance(strategy, Strategy):
         raise ConfigurationError("clipping must be a strategy such as clipwise.PerExample(max_norm=1.0).")
@@ -251,9 +241,7 @@ def _strategy(
     return strategy
 
 
-def _draws(
-    scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy, users: ByUser | None
-) -> Draws:
+def _draws(scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy, users: ByUser | None) -> Draws:
     relation = adjacency_of(adjacency, scheme.sampling)
     require_for_a_run(relation, scheme.sampling)
     if users is not None:
@@ -321,9 +309,7 @@ def _require_whole_mini_sets(limit: int, strategy: Strategy, draws: Draws, recor
     advice = " and use Batch(..., mini_sets=k) with a larger k: the loader yields one microbatch at a time."
     if isinstance(draws.cut, ByUser):
         size = records / draws.cut.users
-        advice = (
-            ". With group= the records of each user are one microbatch, which the loader yields as one piece."
-        )
+        advice = ". With group= the records of each user are one microbatch, which the loader yields as one piece."
     elif isinstance(scheme, Partition):
         size = scheme.mini_set_size
     if whole("max_physical_batch_size", limit, least=1) < size:

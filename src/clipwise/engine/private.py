@@ -50,9 +50,7 @@ class Private:
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         watch = context.observer
         self.loader = context.loader = PrivateLoader(
-            plan.scheme
-            if watch is None
-            else cast(Scheme, ObservedScheme(plan.scheme, partial(watch.kept, context))),
+            plan.scheme if watch is None else cast(Scheme, ObservedScheme(plan.scheme, partial(watch.kept, context))),
             Fetcher(plan.dataset, plan.collate_fn),
             context.secrets_ahead,
             cut=plan.cut,
@@ -150,9 +148,7 @@ class Private:
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss
         if loss is None:
-            raise ConfigurationError(
-                "private.compiled needs a loss: give it here, or as make_private(..., loss=...)."
-            )
+            raise ConfigurationError("private.compiled needs a loss: give it here, or as make_private(..., loss=...).")
         return CompiledStep(self._context, loss, size)
 
     # ------------------------------------------------------------ privacy spent

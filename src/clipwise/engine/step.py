@@ -45,9 +45,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.loop.draws_from_key = False
     weights = context.weights
     moves_weights = context.clipper.moves_weights or bool(context.clipper.frozen)
-    weights.require(
-        weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False)
-    )
+    weights.require(weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False))
     context.follow_update()
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries restored
@@ -204,9 +202,7 @@ def releasing(context: StepContext) -> Iterator[None]:
 
 
 def release(
-    context: StepContext,
-    noise: Callable[[], dict[str, Tensor]],
-    write: Callable[[dict[str, Tensor]], None],
+    context: StepContext, noise: Callable[[], dict[str, Tensor]], write: Callable[[dict[str, Tensor]], None]
 ) -> None:
     """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 

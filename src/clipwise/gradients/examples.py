@@ -23,11 +23,7 @@ class PerExampleGradients:
     """The per-example gradients of one batch, keyed by parameter name."""
 
     def __init__(
-        self,
-        batch: int,
-        by_parameter: dict[str, Contribution],
-        arithmetic: Arithmetic = IEEE,
-        rare: Rare | None = None,
+        self, batch: int, by_parameter: dict[str, Contribution], arithmetic: Arithmetic = IEEE, rare: Rare | None = None
     ) -> None:
         self.batch = batch
         self.by_parameter = by_parameter
@@ -84,10 +80,7 @@ class PerExampleGradients:
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
         """The gradients of some examples, written out: [b, *shape]."""
         with ieee_arithmetic():
-            return {
-                name: c.path.pull_each(c.form.instantiate(examples))[name]
-                for name, c in self.by_parameter.items()
-            }
+            return {name: c.path.pull_each(c.form.instantiate(examples))[name] for name, c in self.by_parameter.items()}
 
     def mass(self, example: int) -> float:
         """The norm of the terms that sum to an example's gradient, over all parameters."""

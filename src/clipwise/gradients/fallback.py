@@ -48,10 +48,7 @@ def _results(node: Node) -> dict[int, int]:
 
 
 def forms(
-    node: Node,
-    shapes: Mapping[int, torch.Size],
-    outputs: Mapping[int, Tensor],
-    layouts: Mapping[int, Layout],
+    node: Node, shapes: Mapping[int, torch.Size], outputs: Mapping[int, Tensor], layouts: Mapping[int, Layout]
 ) -> dict[int, Form]:
     """One form for each requested operand, from B calls of the node."""
     batch = next(iter(layouts.values())).batch

@@ -30,9 +30,7 @@ def has_space_for(output_bytes: Counter[torch.device], parameters: Parameters, b
     return True
 
 
-def wanted_bytes(
-    output_bytes: Counter[torch.device], parameters: Parameters, batch: int
-) -> Counter[torch.device]:
+def wanted_bytes(output_bytes: Counter[torch.device], parameters: Parameters, batch: int) -> Counter[torch.device]:
     """An upper estimate of what book-keeping allocates after the forward pass, per device."""
     wanted = Counter(output_bytes)
     weights: Counter[torch.device] = Counter()

@@ -146,9 +146,7 @@ class Probe:
     plain: Tensor
     weighted: Tensor
     weights_B: Tensor
-    thrice: Tensor | None = (
-        None  # the gradient of three times the plain sum, if passes may differ by rounding
-    )
+    thrice: Tensor | None = None  # the gradient of three times the plain sum, if passes may differ by rounding
 
     def agrees(self, layout: Layout) -> bool:
         """Whether every live, finite row has exactly the weight of its owner in this layout."""

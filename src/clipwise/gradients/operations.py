@@ -30,8 +30,7 @@ PURE = ISOMETRIC | named(
 
 # Functions of their tensor arguments alone: DERIVED if all arguments are in the graph and DERIVED.
 CLOSED = PURE | named(
-    *("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "Complex", "Polar"),
-    "WeightNormInterface",
+    *("Mm", "Bmm", "Addmm", "Add", "Sub", "Mul", "Div", "Cat", "Stack", "Complex", "Polar"), "WeightNormInterface"
 )
 
 # Nodes that can reorder rows depending on the data: no layout is reused for another batch then.

@@ -90,9 +90,7 @@ class Trust:
 class Outline:
     """The structure of one kind of graph. Outlines are equal if all entries are; the hash is cached."""
 
-    def __init__(
-        self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool
-    ) -> None:
+    def __init__(self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool) -> None:
         """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare."""
         self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
@@ -151,9 +149,7 @@ class Plan:
                 continue
             inputs = [(j, place, number) for j, (place, number) in enumerate(entry.inputs) if place >= 0]
             operands = {j: (place, number) for j, place, number in inputs if place in derived}
-            if (
-                not operands
-            ):  # only data, or a leaf that is not a parameter: an input that requires a gradient
+            if not operands:  # only data, or a leaf that is not a parameter: an input that requires a gradient
                 continue
             if len(operands) == len(inputs):
                 if entry.name in CLOSED and len(inputs) == len(entry.inputs):

@@ -85,9 +85,7 @@ class Numbers:
         self._digits = 1
         while LEVELS**self._digits < batch:
             self._digits += 1
-        self.weights = [
-            (unit * 2.0 ** (number_B // LEVELS**k % LEVELS)).to(like.dtype) for k in range(self._digits)
-        ]
+        self.weights = [(unit * 2.0 ** (number_B // LEVELS**k % LEVELS)).to(like.dtype) for k in range(self._digits)]
 
     def read(self, probes: list[Probe]) -> Ragged | None:
         """The layout that the probes show, along an axis on which every live row has one owner.

@@ -110,9 +110,7 @@ def joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -
     return written_out(name, parameter, parameter.dtype, uses)
 
 
-def written_out(
-    name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, uses: list[Contribution]
-) -> Contribution:
+def written_out(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, uses: list[Contribution]) -> Contribution:
     """The sum of all uses of one parameter, written out per example."""
 
     def make(examples: slice) -> Tensor:
@@ -152,9 +150,7 @@ def _one_product(outers: list[Outer]) -> Outer:
     if len(outers) == 1:
         left, right = outers[0].left, outers[0].right
     else:
-        left, right = (
-            torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True)
-        )
+        left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
     return Outer(left, right, outers[0].shape, upright=True)
 
 

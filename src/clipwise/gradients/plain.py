@@ -21,9 +21,7 @@ def single(losses: Tensor, example: int, parameters: Parameters, weight: float =
     """The gradient of one weighted loss."""
     one = torch.zeros_like(losses)
     one[example] = weight
-    grads = torch.autograd.grad(
-        losses, list(parameters.values()), one, retain_graph=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad(losses, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
     return {name: g.to_dense() for name, g in zip(parameters, grads, strict=True)}
 
 
@@ -53,20 +51,13 @@ def by_vmap(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
         raise
     except RuntimeError:  # an operation that cannot be batched, such as a custom function
         return by_loop(losses, parameters)
-    return PerExampleGradients.written(
-        {name: torch.cat([c[name] for c in chunks]) for name in parameters}, parameters
-    )
+    return PerExampleGradients.written({name: torch.cat([c[name] for c in chunks]) for name in parameters}, parameters)
 
 
 def _batched(losses: Tensor, parameters: Parameters, weights_bB: Tensor) -> dict[str, Tensor]:
     """The gradients of several weighted sums of the losses: [b, *shape]."""
     grads = torch.autograd.grad(
-        losses,
-        list(parameters.values()),
-        weights_bB,
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=True,
+        losses, list(parameters.values()), weights_bB, retain_graph=True, allow_unused=True, is_grads_batched=True
     )
     return {
         name: torch.zeros_like(p).expand(len(weights_bB), *p.shape) if g is None else g

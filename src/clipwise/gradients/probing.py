@@ -96,8 +96,7 @@ class Prober:
         probes = self._spelled_out(edge)
         for axis in range(self._plain[edge].dim() - 1):
             flat = [
-                Probe(p.plain.flatten(axis, axis + 1), p.weighted.flatten(axis, axis + 1), p.weights_B)
-                for p in probes
+                Probe(p.plain.flatten(axis, axis + 1), p.weighted.flatten(axis, axis + 1), p.weights_B) for p in probes
             ]
             if self._numbers.read(flat) is not None:
                 return True

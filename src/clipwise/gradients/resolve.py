@@ -19,16 +19,7 @@ from clipwise.gradients.operations import ROW_MOVERS
 from clipwise.gradients.outline import Outline
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import FinishAll, RuleDoesNotApply, begin, covers
-from clipwise.gradients.walk import (
-    USUAL_CAUSES,
-    Edge,
-    Graph,
-    Node,
-    behind,
-    node_name,
-    output_shape,
-    parameters_behind,
-)
+from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
 
 Place = tuple[int, int]  # index and output of a use
 
@@ -212,9 +203,7 @@ class Resolver:
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
-    def _remember(
-        self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]
-    ) -> None:
+    def _remember(self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]) -> None:
         before = self.findings.get(graph.outline)
         if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
             # Another batch may distinguish what this batch could not.
@@ -257,9 +246,7 @@ def _kind(node: Node, graph: Graph) -> tuple[str, ...]:
     return (node_name(node), *parameters_behind([node], graph.names))
 
 
-def _carries_examples(
-    node: Node, outputs: tuple[int, ...], prober: Prober, known: bool | None
-) -> bool | None:
+def _carries_examples(node: Node, outputs: tuple[int, ...], prober: Prober, known: bool | None) -> bool | None:
     """Whether an open node's outputs have an example axis that is not a parameter's own axis.
 
     If sparse examples (one-hot inputs, say) each touch one block of a weight by chance, the weight seems to have an
@@ -281,9 +268,7 @@ def _carries_examples(
     if finish is None:
         return None
     plain = {k: prober.plain((node, k)) for k in outputs}
-    return any(
-        _applies(finish, plain, dict(zip(outputs, each, strict=True))) for each in product(*regular.values())
-    )
+    return any(_applies(finish, plain, dict(zip(outputs, each, strict=True))) for each in product(*regular.values()))
 
 
 def _carries_moved_rows(

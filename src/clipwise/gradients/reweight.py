@@ -58,8 +58,7 @@ class Reweighted(PerExampleGradients):
         self._pass(partial(self._sum_up, sums, weights), retain=False)
         with torch.no_grad(), self._arithmetic.products():
             return {
-                name: at_least_float32(path.pull(sums.pop(name)[1])[name])
-                for name, (path, _) in list(sums.items())
+                name: at_least_float32(path.pull(sums.pop(name)[1])[name]) for name, (path, _) in list(sums.items())
             }
 
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
@@ -91,10 +90,7 @@ class Reweighted(PerExampleGradients):
                     self._errors[name] = c.form.squared_error_B
 
     def _sum_up(
-        self,
-        sums: dict[str, tuple[Path, Tensor]],
-        weights: Mapping[str, Tensor],
-        found: dict[str, Contribution],
+        self, sums: dict[str, tuple[Path, Tensor]], weights: Mapping[str, Tensor], found: dict[str, Contribution]
     ) -> None:
         with self._arithmetic.products():
             again = {name: self._squared_norms(c.form) for name, c in found.items()}

@@ -90,11 +90,7 @@ def check(
 
 
 def examined(
-    result: PerExampleGradients,
-    losses: Tensor,
-    example: int,
-    parameters: Parameters,
-    arriving: float,
+    result: PerExampleGradients, losses: Tensor, example: int, parameters: Parameters, arriving: float
 ) -> Examined:
     """Compare one example's gradients with plain autograd, up to rounding.
 

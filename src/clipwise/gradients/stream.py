@@ -149,9 +149,7 @@ class Stream:
 
     def _result(self, found: dict[str, Contribution]) -> PerExampleGradients:
         in_order = {name: found[name] for name in self._parameters}
-        return PerExampleGradients(
-            len(self._graph.losses), in_order, self._memory.arithmetic, self._memory.rare
-        )
+        return PerExampleGradients(len(self._graph.losses), in_order, self._memory.arithmetic, self._memory.rare)
 
     def _flows(self, now: Pass) -> bool:
         """One pass. False if it has to be repeated, and its results discarded.
@@ -246,8 +244,7 @@ class Stream:
         if all(_is_unreached(g, layouts[k]) for k, g in outputs.items()):
             device = next(iter(outputs.values())).device
             return {
-                j: Written.zeros(batch, shape, dtype_at(*use.operands[j]), device)
-                for j, shape in use.shapes.items()
+                j: Written.zeros(batch, shape, dtype_at(*use.operands[j]), device) for j, shape in use.shapes.items()
             }
         name = node_name(use.node)
         if name not in self._memory.fallbacks:
@@ -307,9 +304,7 @@ class Stream:
         """The largest entry of an example's gradients at all uses."""
         layouts = self._resolved.layouts
         mine = (
-            layouts[use.index][k].only(outputs[(use.node, k)], example)
-            for use in self._graph.uses
-            for k in use.outputs
+            layouts[use.index][k].only(outputs[(use.node, k)], example) for use in self._graph.uses for k in use.outputs
         )
         return max(float(g.abs().max()) if g.numel() else 0.0 for g in mine)
 

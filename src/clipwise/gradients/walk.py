@@ -142,15 +142,11 @@ def _require_open(outline: Outline) -> None:
     """Raise for a compiled region that takes parameters: per-example gradients inside it are inaccessible."""
     entries = outline.entries
     for entry in entries:
-        if entry.name == COMPILED and any(
-            i >= 0 and entries[i].inputs is None for i, _ in entry.inputs or ()
-        ):
+        if entry.name == COMPILED and any(i >= 0 and entries[i].inputs is None for i, _ in entry.inputs or ()):
             raise UnsupportedModelError(REFUSALS[COMPILED])
 
 
-def _followed(
-    outline: Outline, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]
-) -> list[Node] | None:
+def _followed(outline: Outline, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> list[Node] | None:
     """The nodes of a graph at the places of an outline, or None if the graph has a different outline.
 
     Places are visited from the losses on, so that the node of each place is known when it is reached. Each place must

@@ -23,9 +23,7 @@ _PROGRAMS = 256  # about as many as keep a large GPU busy
 _LINE = 64  # kept entries of a tile if they are contiguous: 256 bytes of float32
 
 
-def layer_norm_sums(
-    g_BTd: Tensor, x_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
-) -> tuple[Tensor, Tensor]:
+def layer_norm_sums(g_BTd: Tensor, x_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor) -> tuple[Tensor, Tensor]:
     """sum_t g_t (x_t - mean_t) rstd_t and sum_t g_t, [B, d] each; RMS norm has no mean."""
     if not launch.fits_float32(g_BTd, x_BTd):
         return layer_norm_sums_in_torch(g_BTd, x_BTd, mean_BT, rstd_BT)
@@ -48,9 +46,7 @@ def group_norm_sums(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tens
     return _sums(g_BCs, x_BCs, mean_BG, rstd_BG, groups=mean_BG.shape[1])
 
 
-def group_norm_sums_in_torch(
-    g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tensor
-) -> tuple[Tensor, Tensor]:
+def group_norm_sums_in_torch(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of `group_norm_sums`, equal up to the order of its sums."""
     g_BCs, x_BCs = _wide(g_BCs), _wide(x_BCs)
     each = x_BCs.shape[1] // mean_BG.shape[1]

@@ -307,9 +307,7 @@ def _write_bounds(
     mass_all = tl.sum(mass, axis=0) * spare
     l_frobenius = tl.sqrt(tl.sum(ll, axis=0)) * spare
     r_frobenius = tl.sqrt(tl.sum(rr, axis=0)) * spare
-    by_frobenius = (
-        gamma_l * tl.sum(left, axis=0) * r_frobenius + gamma_r * tl.sum(right, axis=0) * l_frobenius
-    )
+    by_frobenius = gamma_l * tl.sum(left, axis=0) * r_frobenius + gamma_r * tl.sum(right, axis=0) * l_frobenius
     by_mass = (gamma_l + gamma_r) * (1.0 + gamma_l) * (1.0 + gamma_r) * mass_all * mass_all
     error = tl.where(by_frobenius < by_mass, by_frobenius, by_mass) + gamma_l * gamma_r * mass_all * mass_all
     summing = (1.0 * T * T + 64.0) * tl.full([], 2 * UNIT, tl.float64) * l_frobenius * r_frobenius

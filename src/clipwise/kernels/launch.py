@@ -57,9 +57,7 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def split(
-    total: int, tile: int, programs: int, busy: int, *, tiles: int = 4, least: int = 1
-) -> tuple[int, int]:
+def split(total: int, tile: int, programs: int, busy: int, *, tiles: int = 4, least: int = 1) -> tuple[int, int]:
     """The number of parts of a sum over `total` entries for about `busy` programs in total, and the size of a part.
 
     Every part writes its own sum, and `added` sums them in a fixed order: atomics would not be deterministic.

@@ -34,12 +34,7 @@ class Measures(NamedTuple):
 
 
 def measures(
-    g_BKR: Tensor,
-    lengths_BGR: Tensor | None = None,
-    *,
-    total: bool = False,
-    mass: bool = False,
-    square: bool = False,
+    g_BKR: Tensor, lengths_BGR: Tensor | None = None, *, total: bool = False, mass: bool = False, square: bool = False
 ) -> Measures:
     """The requested sums; the weighted one if lengths are given."""
     if not launch.fits_float32(g_BKR):
@@ -66,12 +61,7 @@ def measures(
 
 
 def measures_in_torch(
-    g_BKR: Tensor,
-    lengths_BGR: Tensor | None = None,
-    *,
-    total: bool = False,
-    mass: bool = False,
-    square: bool = False,
+    g_BKR: Tensor, lengths_BGR: Tensor | None = None, *, total: bool = False, mass: bool = False, square: bool = False
 ) -> Measures:
     """The twin of `measures`, equal up to the order of its sums."""
     g_BKR = g_BKR if g_BKR.dtype == torch.float64 else g_BKR.float()

@@ -87,9 +87,7 @@ def normals(
 
 
 def _in_memory(number: float | Tensor, dtype: torch.dtype, beside: Tensor) -> Tensor:
-    return (
-        number if isinstance(number, Tensor) else torch.full((1,), number, dtype=dtype, device=beside.device)
-    )
+    return number if isinstance(number, Tensor) else torch.full((1,), number, dtype=dtype, device=beside.device)
 
 
 def normals_in_torch(key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype) -> Tensor:

@@ -26,9 +26,7 @@ def fits(x_NcHW: Tensor) -> bool:
     return usable(x_NcHW) and x_NcHW.dim() == 4 and x_NcHW.stride(1) == 1
 
 
-def patches(
-    x_NcHW: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, positions: Pair
-) -> Tensor:
+def patches(x_NcHW: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, positions: Pair) -> Tensor:
     """[N, T, o * c]: the window of each position, offset by offset."""
     N, c, H, W = x_NcHW.shape
     rows, columns = positions
@@ -67,6 +65,4 @@ def _copy(
         w_P = column_P * stride_w - padding_w + o % KERNEL_W * dilation_w
         inside_P = (h_P >= 0) & (h_P < H) & (w_P >= 0) & (w_P < W)
         at_PL = (image_P + h_P.to(tl.int64) * x_H + w_P.to(tl.int64) * x_W)[:, None] + channel_L[None, :]
-        tl.store(
-            out_PL + o * channels, tl.load(at_PL, mask=is_there & inside_P[:, None], other=0.0), mask=is_there
-        )
+        tl.store(out_PL + o * channels, tl.load(at_PL, mask=is_there & inside_P[:, None], other=0.0), mask=is_there)

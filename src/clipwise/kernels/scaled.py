@@ -17,9 +17,7 @@ from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, 
 _TILE, _WARPS = 4096, 8  # entries of a tile, and warps per tile
 
 
-def scaled(
-    t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def scaled(t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """A new tensor with the strides of t, or `out`, which may be t itself."""
     if not launch.fits_float32(t_BKR):
         return scaled_in_torch(t_BKR, factor_B, bias_K, out)
@@ -41,9 +39,7 @@ def scaled(
     return out
 
 
-def scaled_in_torch(
-    t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def scaled_in_torch(t_BKR: Tensor, factor_B: Tensor, bias_K: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The twin of `scaled`."""
     wide = torch.promote_types(t_BKR.dtype, torch.float32)
     factor_B11 = factor_B.to(wide)[:, None, None]

@@ -66,9 +66,7 @@ def _write_squares(
     for k in range(0, per_split, COLUMNS):
         column_K = start + k + tl.arange(0, COLUMNS)
         inside_RK = (row_R < R)[:, None] & (column_K < n)[None, :]
-        x_RK = tl.load(
-            x + row_R[:, None] * stride_R + column_K[None, :] * stride_n, mask=inside_RK, other=0.0
-        )
+        x_RK = tl.load(x + row_R[:, None] * stride_R + column_K[None, :] * stride_n, mask=inside_RK, other=0.0)
         x_RK = x_RK.to(tl.float64)
         sum_RK += x_RK * x_RK
     error = 2 * (n + MORE) * tl.full([], UNIT, tl.float64)

@@ -21,9 +21,7 @@ _TILE, _WARPS = 8192, 16  # for longer examples
 _PROGRAMS = 528  # for longer examples: four on each multiprocessor of a large GPU
 
 
-def to_tangent_(
-    dx_BKR: Tensor, x_BKR: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None = None
-) -> Tensor:
+def to_tangent_(dx_BKR: Tensor, x_BKR: Tensor, norm_B: Tensor, scale_B: Tensor, nu_B: Tensor | None = None) -> Tensor:
     """In place. An input was clipped if 0 < `scale_B` < 1, and |x| is `norm_B`. Without `nu_B`, f is 1."""
     rows = launch.rows_of(dx_BKR, x_BKR) if launch.fits_float32(dx_BKR, x_BKR) else None
     if rows is None:

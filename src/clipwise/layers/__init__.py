@@ -16,12 +16,7 @@ from clipwise.layers.bounded import (
     TemperedSigmoid,
 )
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
-from clipwise.layers.public_batchnorm import (
-    PublicBatchNorm,
-    PublicBatchNorm1d,
-    PublicBatchNorm2d,
-    PublicBatchNorm3d,
-)
+from clipwise.layers.public_batchnorm import PublicBatchNorm, PublicBatchNorm1d, PublicBatchNorm2d, PublicBatchNorm3d
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.layers.weight_parametrizations import (

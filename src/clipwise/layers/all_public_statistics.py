@@ -52,9 +52,7 @@ class AllPublicStatistics:
         for statistics in self._each:
             statistics.require_correctable(self._model, parameters)
 
-    def correct(
-        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
-    ) -> Mapping[str, Tensor]:
+    def correct(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Tensor]:
         """Add the gradient through the public statistics to the released gradients.
 
         Parts share no scale or shift, so the order of the parts does not matter.

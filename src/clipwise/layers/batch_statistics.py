@@ -58,9 +58,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
         return self._seen(normalized, input)
 
     def _by_running_statistics(self, input: Tensor) -> Tensor:
-        return F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-        )
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
     def _seen(self, normalized: Tensor, input: Tensor) -> Tensor:
         """The output; if `is_observed`, in training, with the input statistics on its graph."""

@@ -35,9 +35,7 @@ class ClipInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ...) to the same shape."""
         if not x.is_floating_point():
-            raise ConfigurationError(
-                f"ClipInput takes floating-point inputs, not {x.dtype}: convert the input first."
-            )
+            raise ConfigurationError(f"ClipInput takes floating-point inputs, not {x.dtype}: convert the input first.")
         # The anchor creates a graph node although inputs need no gradient.
         anchor = torch.zeros((), requires_grad=True)
         return ClippedInput.apply(x, anchor, self.max_norm)  # type: ignore[no-any-return, no-untyped-call]
@@ -69,9 +67,7 @@ class ClippedInput(torch.autograd.Function):
         """s g inside the ball; outside, the component along x is removed: s (g - x (x g) / |x|^2)."""
         clipped, scales_B, good_B = ctx.saved_tensors
         shape = (-1, *[1] * (g.ndim - 1))
-        along_B = (
-            (clipped * g).flatten(1).sum(1) / ctx.max_norm**2 if g.ndim > 1 else clipped * g / ctx.max_norm**2
-        )
+        along_B = (clipped * g).flatten(1).sum(1) / ctx.max_norm**2 if g.ndim > 1 else clipped * g / ctx.max_norm**2
         outside_B = (scales_B < 1) & good_B
         radial = torch.where(outside_B.view(shape), clipped * along_B.view(shape), 0)
         return torch.where(good_B.view(shape), scales_B.view(shape) * (g - radial), 0), None, None

@@ -45,9 +45,7 @@ class PublicStatistics:
         }
         for name, layer in self._layers.items():
             if public is None:
-                raise ConfigurationError(
-                    f"Layer {name!r} ({type(layer).__name__}) needs public rows: give public."
-                )
+                raise ConfigurationError(f"Layer {name!r} ({type(layer).__name__}) needs public rows: give public.")
             if layer.statistics is not None:
                 raise ConfigurationError(
                     f"Layer {name!r} has public statistics already: one PublicStatistics serves a model."
@@ -128,10 +126,7 @@ class PublicStatistics:
             shift_gradient_C = gradients[names[layer.bias]].to(mean_C)
             scale_gradient_C = gradients[names[layer.weight]].to(mean_C)
             roots += [mean_C, var_C]
-            cotangents += [
-                -scale_C * r_C * shift_gradient_C,
-                -0.5 * scale_C * r_C.square() * scale_gradient_C,
-            ]
+            cotangents += [-scale_C * r_C * shift_gradient_C, -0.5 * scale_C * r_C.square() * scale_gradient_C]
         if not roots:
             return corrected
         trained = [p for p in self._model.parameters() if p.requires_grad and names.get(p) in gradients]
@@ -227,9 +222,7 @@ class PublicStatistics:
             )
         return found[0]
 
-    def require_correctable(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None
-    ) -> None:
+    def require_correctable(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         """Refuse "public-exact" layers for which `correct` cannot work.
 
         `correct` needs the gradients of scale and shift: both must belong to this layer only and must be trained.
@@ -242,9 +235,7 @@ class PublicStatistics:
                 p = layer._parameters.get(key)
                 problem = ""
                 if p is None or not p.requires_grad:
-                    problem = (
-                        f"needs a trainable {key}, because it uses its gradient. Let it require gradients"
-                    )
+                    problem = f"needs a trainable {key}, because it uses its gradient. Let it require gradients"
                 elif sum(p is other for other in uses) > 1:
                     problem = f"needs a {key} of its own, but several layers share it. Give the layer a copy"
                 elif trained is not None and p not in trained:
@@ -253,9 +244,7 @@ class PublicStatistics:
                         "Train the whole model for which the public statistics were created"
                     )
                 if problem:
-                    raise ConfigurationError(
-                        f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'."
-                    )
+                    raise ConfigurationError(f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'.")
 
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
         """The moments of the public rows at each layer, with their graph if `correct` needs it."""

@@ -114,9 +114,7 @@ def _new_layers(
 
 
 def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
-    if kind == "public-exact" and (
-        old.weight is None or not old.weight.requires_grad or not old.bias.requires_grad
-    ):
+    if kind == "public-exact" and (old.weight is None or not old.weight.requires_grad or not old.bias.requires_grad):
         raise ConfigurationError(
             f"Layer {name!r}: kind='public-exact' needs a trainable scale and shift, because it uses their gradients. "
             "Let them require gradients, or use kind='public'."
@@ -161,9 +159,7 @@ def _with_parameters_of(new: nn.Module, old: _BatchNorm) -> nn.Module:
 
 
 @torch.no_grad()
-def _positions(
-    model: nn.Module, public: Tensor | Sequence[Tensor], layers: list[_BatchNorm]
-) -> dict[_BatchNorm, int]:
+def _positions(model: nn.Module, public: Tensor | Sequence[Tensor], layers: list[_BatchNorm]) -> dict[_BatchNorm, int]:
     """The smallest number of positions per channel at each layer, for one example."""
     found: dict[_BatchNorm, int] = {}
 

@@ -314,9 +314,7 @@ class Snapshot:
     position: int  # their number
     clean: bool  # whether the last writer has ended cleanly
     torn: bool  # whether the last line is torn; if so, the most that it may have reserved is counted
-    about: tuple[
-        Mapping[str, JSON], ...
-    ] = ()  # a description of each run for each time it began or continued
+    about: tuple[Mapping[str, JSON], ...] = ()  # a description of each run for each time it began or continued
     exact: bool = True  # whether every counted release was made
     plan: Mapping[str, JSON] | None = None  # the first plan that a run has described; None in older files
     declared: tuple[tuple[str, str], ...] = ()  # kind and reason of updates that a user declared

@@ -53,9 +53,7 @@ class Ledger(ABC):
     def __init__(self, state: LedgerState) -> None:
         self._state = state
         self._blocks: dict[str, _Block] = {}  # by run
-        self._users: WeakValueDictionary[str, object] = (
-            WeakValueDictionary()
-        )  # the object that charges under each tag
+        self._users: WeakValueDictionary[str, object] = WeakValueDictionary()  # the object that charges under each tag
         # Runs with a charge that may not have been released, which is not yet written.
         self._doubtful: set[str] = set()
         self._closed, self._process = False, os.getpid()

@@ -135,9 +135,7 @@ def _clamped(module: nn.Hardtanh) -> Constants:
 def _celu(module: nn.CELU) -> Constants:
     """Below 0 the slope is exp(x / alpha)."""
     if not module.alpha > 0:
-        raise ConfigurationError(
-            f"CELU with alpha={module.alpha} has no bounded slope: give a positive alpha."
-        )
+        raise ConfigurationError(f"CELU with alpha={module.alpha} has no bounded slope: give a positive alpha.")
     return 1.0, 0.0, math.inf
 
 
@@ -147,8 +145,7 @@ def _softplus(module: nn.Softplus) -> Constants:
         raise ConfigurationError("Softplus with beta=0 is undefined: give another beta.")
     if module.threshold > _LARGEST_EXPONENT:
         raise ConfigurationError(
-            f"Softplus with threshold={module.threshold:g} can overflow below it: give at most "
-            f"{_LARGEST_EXPONENT:g}."
+            f"Softplus with threshold={module.threshold:g} can overflow below it: give at most {_LARGEST_EXPONENT:g}."
         )
     return 1.0, math.log(2) / abs(module.beta), math.inf
 

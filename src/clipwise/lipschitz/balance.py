@@ -47,9 +47,7 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
 
     def movable(node: fx.Node) -> bool:
         names = operations[node.name].parameters.values() if node.name in operations else ()
-        return _is_module(network, node, _LAYERS) and all(
-            network.uses[n] == 1 and n in trained for n in names
-        )
+        return _is_module(network, node, _LAYERS) and all(network.uses[n] == 1 and n in trained for n in names)
 
     found = []
     for node in network.graph.graph.nodes:
@@ -65,12 +63,7 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
 
 @torch.no_grad()
 def balance_(
-    network: Network,
-    pairs: list[Pair],
-    bounds: Bounds,
-    norms: Measured,
-    limits: Mapping[str, float],
-    norm: str,
+    network: Network, pairs: list[Pair], bounds: Bounds, norms: Measured, limits: Mapping[str, float], norm: str
 ) -> dict[str, float]:
     """Rescale pairs of layers in place to reduce the sum of the bounds, within the limits of the weights.
 
@@ -79,9 +72,7 @@ def balance_(
     if not pairs:
         return {}
     parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
-    terms = {
-        name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()
-    }
+    terms = {name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()}
     lengths = {
         op.parameters[own]: length
         for op in {id(op): op for pair in pairs for op in (pair.first, pair.second)}.values()

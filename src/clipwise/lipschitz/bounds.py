@@ -83,11 +83,7 @@ _NOTHING = Lengths({})
 
 
 def bounds_of(
-    network: Network,
-    loss_constant: float,
-    *,
-    effort: Effort = "spectral",
-    limits: Mapping[str, float] | None = None,
+    network: Network, loss_constant: float, *, effort: Effort = "spectral", limits: Mapping[str, float] | None = None
 ) -> Bounds:
     """The sensitivity of each parameter at the current weights, under add/remove of one example.
 
@@ -113,9 +109,7 @@ def bounds_from(network: Network, norms: Measured, loss_constant: float) -> Boun
     return _backward(network, norms, _forward(network, norms), loss_constant)
 
 
-def measured_norms(
-    network: Network, effort: Effort, operations: Iterable[Operation] | None = None
-) -> Measured:
+def measured_norms(network: Network, effort: Effort, operations: Iterable[Operation] | None = None) -> Measured:
     """The norms of all weights, or of some operations, with one copy from the device."""
     rules = {op.name: op.rule for op in (network.operations if operations is None else operations)}
     wanted = {name: rule.measured(effort) for name, rule in rules.items()}
@@ -153,9 +147,7 @@ def _forward(network: Network, norms: Measured) -> dict[str, Reach]:
     return reaches
 
 
-def _backward(
-    network: Network, norms: Measured, reaches: Mapping[str, Reach], loss_constant: float
-) -> Bounds:
+def _backward(network: Network, norms: Measured, reaches: Mapping[str, Reach], loss_constant: float) -> Bounds:
     arriving: dict[str, Lengths] = {network.output: Lengths({("loss", 0): loss_constant})}
     parameters: dict[str, Lengths] = {}
     for op in reversed(network.operations):

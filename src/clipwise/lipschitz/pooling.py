@@ -78,9 +78,7 @@ def maximum_rule(call: Call) -> Rule:
 def _maximum(call: Call, windows: int) -> Rule:
     """The maximum of each window. A pixel in m windows has m copies and receives m gradients: sqrt(m)."""
     if getattr(call.target, "return_indices", False):
-        raise UnsupportedModelError(
-            f"{type(call.target).__name__}: return_indices=True has no bound; leave it out."
-        )
+        raise UnsupportedModelError(f"{type(call.target).__name__}: return_indices=True has no bound; leave it out.")
     return FixedGainRule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
 
 

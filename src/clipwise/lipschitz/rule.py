@@ -40,9 +40,7 @@ class Reach:
     entry: float
 
     @classmethod
-    def of(
-        cls, shape: Sequence[int], norm: float = math.inf, row: float = math.inf, entry: float = math.inf
-    ) -> Reach:
+    def of(cls, shape: Sequence[int], norm: float = math.inf, row: float = math.inf, entry: float = math.inf) -> Reach:
         """Complete the given bounds: entry <= row <= norm <= sqrt(rows) row, row <= sqrt(d) entry."""
         entry = min(entry, row, norm)
         row = min(row, norm, math.sqrt(shape[-1] if shape else 1) * entry)
@@ -73,9 +71,7 @@ class Rounding:
 
     def of_sum(self, terms: int) -> float:
         """The error of a sum of products, relative to sum |a| |b|, in any order: gamma_n = n u / (1 - n u)."""
-        u = min(
-            4 * (terms + 8) * self.unit, 0.5
-        )  # 4: for the transforms of blocked and Winograd convolutions
+        u = min(4 * (terms + 8) * self.unit, 0.5)  # 4: for the transforms of blocked and Winograd convolutions
         return u / (1 - u) + self.arithmetic.operand_error
 
     @property
@@ -96,9 +92,7 @@ class Rule(ABC):
     """
 
     rounding: Rounding
-    has_lengths: bool = (
-        False  # whether it has `lengths` and `scaled`, so that one measurement serves clip and bounds
-    )
+    has_lengths: bool = False  # whether it has `lengths` and `scaled`, so that one measurement serves clip and bounds
     splits_gradient: bool = False  # whether each input gets its own part of the gradient
 
     def measured(self, effort: Effort) -> Measurements:

@@ -60,9 +60,7 @@ def require_no_hooks(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise refusal(name, module, "its shapes are not known yet: run the model once before make_private")
     if has_code_of_its_own(module):
-        raise refusal(
-            name, module, "it has hooks or an overridden forward, which the bounds do not cover: remove them"
-        )
+        raise refusal(name, module, "it has hooks or an overridden forward, which the bounds do not cover: remove them")
 
 
 def require_no_global_hooks() -> None:
@@ -281,11 +279,7 @@ _AS_MODULES: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = activations.FU
         ((F.max_pool1d, F.max_pool2d, F.max_pool3d), pooling.MAX, _WINDOWS),
         ((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), pooling.AVERAGE, _AVERAGES),
         ((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), pooling.ADAPTIVE_MAX, _SIZES),
-        (
-            (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-            pooling.ADAPTIVE_AVERAGE,
-            _SIZES,
-        ),
+        ((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), pooling.ADAPTIVE_AVERAGE, _SIZES),
     )
     for function, kind in zip(functions, kinds, strict=True)
 }

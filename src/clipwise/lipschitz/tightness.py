@@ -66,12 +66,9 @@ def tightness(
     bounds = bounds_of(network, constant, effort=effort).sensitivities
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name in bounds}
     if not parameters:
-        raise ConfigurationError(
-            "model has no trainable parameter with a bound: every requires_grad is False."
-        )
+        raise ConfigurationError("model has no trainable parameter with a bound: every requires_grad is False.")
     rows = [
-        _norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1])
-        for i in range(len(inputs))
+        _norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1]) for i in range(len(inputs))
     ]
     largest_P, examples_P = torch.tensor(rows, dtype=torch.float64).max(0)
     return {
@@ -82,19 +79,12 @@ def tightness(
 
 @torch.enable_grad()
 def _norms(
-    model: nn.Module,
-    loss: BoundedLoss,
-    constant: float,
-    parameters: dict[str, nn.Parameter],
-    x: Tensor,
-    y: Tensor,
+    model: nn.Module, loss: BoundedLoss, constant: float, parameters: dict[str, nn.Parameter], x: Tensor, y: Tensor
 ) -> list[float]:
     with naming("inputs"):
         outputs = model(x)
     with naming("targets", "the loss"):
         losses = loss(outputs, y)
     (at_outputs,) = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)
-    found = torch.autograd.grad(
-        outputs, list(parameters.values()), clip_output_gradients(at_outputs, constant)
-    )
+    found = torch.autograd.grad(outputs, list(parameters.values()), clip_output_gradients(at_outputs, constant))
     return [float(torch.linalg.vector_norm(g.double())) for g in found]

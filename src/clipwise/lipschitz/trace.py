@@ -170,9 +170,7 @@ class _Walk:
             owner = attribute_of(self._module, str(node.target))
             name = self._names.get(id(owner))
             rule = ParameterRule(owner, self._shape(node))
-            self._operations.append(
-                Operation(node.name, str(node.target), rule, (), {"": name} if name else {})
-            )
+            self._operations.append(Operation(node.name, str(node.target), rule, (), {"": name} if name else {}))
         for source, version in zip(tensors, versions, strict=True):
             if self._values[source]._version != version:
                 self._require_alone(node, source)
@@ -229,9 +227,7 @@ class _Walk:
         if not isinstance(value, Tensor):
             if tensors and not _is_public(value):
                 instead = instead_of(target)
-                raise refusal(
-                    where, target, "it does not return a single tensor" if instead == UNKNOWN else instead
-                )
+                raise refusal(where, target, "it does not return a single tensor" if instead == UNKNOWN else instead)
             return
         self._require_examples(where, target, value)
         call = Call(where, target, [self._shape(n) for n in tensors], tuple(value.shape[1:]), self._rounding)
@@ -268,9 +264,7 @@ class _Walk:
             here, more = self._values[n], self._with_more[n]
             if _is_public(here) and here != more and not (may_size and _are_sizes(here, more)):
                 reason = "it computes with the number of examples, which is secret"
-                instead = (
-                    "use a number that is the same for every batch. It may be a size for view or reshape"
-                )
+                instead = "use a number that is the same for every batch. It may be a size for view or reshape"
                 raise refusal(where, node.target, f"{reason}: {instead}")
 
     def _require_alone(self, node: fx.Node, changed: Any) -> None:

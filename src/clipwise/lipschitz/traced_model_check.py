@@ -161,9 +161,7 @@ def _can_be_written_to(value: Any) -> bool:
     """Whether `_key` may change for the same object."""
     if isinstance(value, tuple):
         return not all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, (list, dict)) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    )
+    return isinstance(value, (list, dict)) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:

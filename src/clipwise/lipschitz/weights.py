@@ -118,11 +118,7 @@ def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, floa
 
 
 def _clip_operations_(
-    network: Network,
-    operations: Iterable[Operation],
-    limits: Mapping[str, float],
-    norm: str,
-    rescales: bool = False,
+    network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str, rescales: bool = False
 ) -> dict[str, float]:
     """Copies all norms from the device at once. A parameter with several uses takes its largest norm."""
     effort: Effort = "frobenius" if norm == "frobenius" else "spectral"

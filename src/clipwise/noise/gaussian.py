@@ -130,9 +130,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(
-    key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]
-) -> None:
+def _draw_chunks(key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]) -> None:
     """Draw chunks until no start is left, through one float64 buffer.
 
     Numpy releases the interpreter lock while it draws and scales, so threads run in parallel.

@@ -57,6 +57,4 @@ def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
     Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
     """
     by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
-    return any(
-        0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind
-    )
+    return any(0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind)

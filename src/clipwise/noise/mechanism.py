@@ -19,9 +19,7 @@ from clipwise.privacy import Part
 DrawOf = Callable[[int, int, float, torch.device], Draw]
 
 
-def noised_sums(
-    total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
-) -> dict[str, Tensor]:
+def noised_sums(total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey) -> dict[str, Tensor]:
     """(sum + noise) / L of each sum. L is the expected batch size; the realised one is secret. Overwrites the sums.
 
     Complex sums get noise on their real and imaginary parts. Small parts on a CPU share one draw.
@@ -38,11 +36,7 @@ def noised_sums(
 
 
 def noised_by_part(
-    total: dict[str, Tensor],
-    parts: Sequence[Part],
-    divisor: float,
-    draw_of: DrawOf,
-    key: NoiseKey | None = None,
+    total: dict[str, Tensor], parts: Sequence[Part], divisor: float, draw_of: DrawOf, key: NoiseKey | None = None
 ) -> None:
     """Replace each sum by (sum + noise) / L.
 

@@ -42,10 +42,7 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def noised_together(
-    parts: Sequence[Part],
-    sums: Mapping[str, Tensor],
-    draw: DrawTogether,
-    divisor: float,
+    parts: Sequence[Part], sums: Mapping[str, Tensor], draw: DrawTogether, divisor: float
 ) -> dict[str, Tensor]:
     """(sum + noise) / divisor of all parts from one draw."""
     stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}

@@ -36,9 +36,7 @@ class AveragedParameters:
         is_applied: whether the model currently holds the averages, see `applied`.
     """
 
-    def __init__(
-        self, model: nn.Module, decay: float = 0.999, kind: str = "exponential", start: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, decay: float = 0.999, kind: str = "exponential", start: int = 0) -> None:
         if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
             raise ConfigurationError(f"decay must lie in [0, 1), not {decay!r}.")
         one_of("kind", kind, KINDS)
@@ -53,8 +51,7 @@ class AveragedParameters:
         """The names of the averaged parameters if the model currently holds all averages, else none."""
         parameters = self._parameters()
         is_there = parameters.keys() == self._averages.keys() and all(
-            torch.equal(parameters[name], average.to(parameters[name]))
-            for name, average in self._averages.items()
+            torch.equal(parameters[name], average.to(parameters[name])) for name, average in self._averages.items()
         )
         return set(self._averages) if is_there else set()
 
@@ -137,22 +134,16 @@ class AveragedParameters:
                 f"{(self._kind, self._decay, self._start)}. Give the same."
             )
         if (name := self._not_in(averages)) is not None:
-            raise CheckpointError(
-                f"The averages are of another model: {name!r} is missing or has another shape."
-            )
+            raise CheckpointError(f"The averages are of another model: {name!r} is missing or has another shape.")
         if len(averages) != len(self._averages):
-            raise CheckpointError(
-                "The averages are of another model: they hold more parameters than are trained here."
-            )
+            raise CheckpointError("The averages are of another model: they hold more parameters than are trained here.")
         for name, average in self._averages.items():
             average.copy_(averages[name])
         self.updates = updates
 
     def _not_in(self, tensors: Mapping[str, Tensor]) -> str | None:
         """The name of an average without a tensor of the same name and shape."""
-        return next(
-            (n for n, a in self._averages.items() if n not in tensors or tensors[n].shape != a.shape), None
-        )
+        return next((n for n, a in self._averages.items() if n not in tensors or tensors[n].shape != a.shape), None)
 
     def _kept(self) -> float:
         """d: the weight of the old average."""

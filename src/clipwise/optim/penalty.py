@@ -17,9 +17,7 @@ def require_penalty(given: object, model: nn.Module) -> None:
     if given is None:
         return
     if not callable(given):
-        raise ConfigurationError(
-            f"penalty must be a function from the model to a number, not {type(given).__name__}."
-        )
+        raise ConfigurationError(f"penalty must be a function from the model to a number, not {type(given).__name__}.")
     try:
         _gradients(given, model, [p for p in model.parameters() if p.requires_grad])
     except StepError as error:
@@ -39,9 +37,7 @@ def add_penalty(penalty: Penalty, model: nn.Module, parameters: Mapping[str, nn.
             p.grad.add_(gradient)
 
 
-def _gradients(
-    penalty: Penalty, model: nn.Module, parameters: list[nn.Parameter]
-) -> tuple[Tensor | None, ...]:
+def _gradients(penalty: Penalty, model: nn.Module, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
         value = penalty(model)
     is_number = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad

@@ -136,9 +136,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train_plainly(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch
-) -> Result:
+def _train_plainly(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> Result:
     data = digits(train=True)
     # Whole batches by index, as the private loader fetches them, for a fair comparison.
     batches = BatchSampler(RandomSampler(data), recipe.batch_size, drop_last=False)
@@ -155,12 +153,7 @@ def _train_plainly(
 
 
 def _train_privately(
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    folder: Path,
-    seed: int | None,
-    watch: Watch,
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, seed: int | None, watch: Watch
 ) -> Result:
     assert recipe.epsilon is not None and recipe.max_norm is not None
     with make_private(
@@ -185,9 +178,7 @@ def _train_privately(
             watch,
             lambda: private.spent(accountant="rdp").epsilon,
         )
-        checkpoint.save(
-            folder / "checkpoint.pt", {"private": private.state_dict(), "model": model.state_dict()}
-        )
+        checkpoint.save(folder / "checkpoint.pt", {"private": private.state_dict(), "model": model.state_dict()})
         statement = private.statement()
     # The run is complete and its budget is spent. It will not be resumed, so its secrets can be deleted.
     (folder / "ledger.resume").unlink()

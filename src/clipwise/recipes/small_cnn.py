@@ -18,10 +18,7 @@ def small_cnn(classes: int = 10, *, image_size: int = 8, width: int = 16) -> nn.
         image_size: height and width of the images, an even number.
         width: channels of each convolution.
     """
-    convolutions = (
-        nn.Conv2d(1, width, kernel_size=3, padding=1),
-        nn.Conv2d(width, width, kernel_size=3, padding=1),
-    )
+    convolutions = (nn.Conv2d(1, width, kernel_size=3, padding=1), nn.Conv2d(width, width, kernel_size=3, padding=1))
     for convolution in convolutions:
         # torch's default initialization suits other activations: with it this network starts nearly linear.
         nn.init.xavier_uniform_(convolution.weight, gain=nn.init.calculate_gain("tanh"))

@@ -56,9 +56,7 @@ def _parts() -> tuple[TensorDataset, TensorDataset]:
     """Split by position alone, which costs no privacy."""
     tensors = digits(train=True).tensors
     is_validation = torch.arange(len(tensors[0])) % _VALIDATION_EVERY == 0
-    return TensorDataset(*(t[~is_validation] for t in tensors)), TensorDataset(
-        *(t[is_validation] for t in tensors)
-    )
+    return TensorDataset(*(t[~is_validation] for t in tensors)), TensorDataset(*(t[is_validation] for t in tensors))
 
 
 RECIPES = {

@@ -39,13 +39,7 @@ STYLE = {
 LINES: dict[str, dict[str, Any]] = {
     "pld": {"color": "black", "linestyle": "-", "linewidth": 2, "label": "PLD (used for the guarantee)"},
     "rdp": {"color": "tab:blue", "linestyle": "--", "label": "RDP"},
-    "zcdp": {
-        "color": "tab:orange",
-        "linestyle": "-.",
-        "marker": "x",
-        "markevery": (0.05, 0.1),
-        "label": "zCDP",
-    },
+    "zcdp": {"color": "tab:orange", "linestyle": "-.", "marker": "x", "markevery": (0.05, 0.1), "label": "zCDP"},
     "gdp": {
         "color": "tab:red",
         "linestyle": ":",
@@ -74,9 +68,7 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         path: the file, ending in .png or .svg.
     """
     with _picture(path, history) as (axes,):
-        steps = _chosen_steps(
-            sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS
-        )
+        steps = _chosen_steps(sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS)
         prefixes = [compose(_first(history, n)) for n in steps]
         for name in _compared(history):
             epsilons = _bounds(partial(accountants.composed_epsilon, delta=delta, accountant=name), prefixes)

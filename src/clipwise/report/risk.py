@@ -47,9 +47,7 @@ class Risk:
     def to_dict(self) -> dict[str, Any]:
         """The bounds in JSON types."""
         return {
-            "power": [
-                {"false_positive_rate": rate, "true_positive_rate": power} for rate, power in self.power
-            ],
+            "power": [{"false_positive_rate": rate, "true_positive_rate": power} for rate, power in self.power],
             "advantage": self.advantage,
             "accuracy_at_even_prior": self.accuracy,
             "mu": self.mu,

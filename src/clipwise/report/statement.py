@@ -252,9 +252,7 @@ class Statement:
         text += f" and {len(parts) - 4} more parts" if len(parts) > 4 else ""
         text += wording.what_moves(parts, self.spent.unit)
         if wording.counts(parts):
-            text += (
-                " (of the next step: max_norm adapts to the released counts, and the noise is scaled with it)"
-            )
+            text += " (of the next step: max_norm adapts to the released counts, and the noise is scaled with it)"
         else:
             text += self._text().changing
         return text
@@ -387,8 +385,7 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with labels; consecutive equal labels are shown once."""
     labels = ["", *(name for name, _ in lines)]
     return [
-        f"  {'' if name == before else name:<12} {text}"
-        for before, (name, text) in zip(labels, lines, strict=False)
+        f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
     ]
 
 

@@ -61,9 +61,7 @@ INDEPENDENT = "each loss depends on its own example only"
 NO_GUARANTEE = "none is claimed: noise and sampling come from a given seed and are reproducible"
 WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
 
-KEY_IS_SECRET = (
-    "the key of noise and sampling comes from the operating system's random generator and stays secret"
-)
+KEY_IS_SECRET = "the key of noise and sampling comes from the operating system's random generator and stays secret"
 KEY_IS_GIVEN = (
     "noise and sampling come from a given seed, so that the run is reproducible: anyone with the seed can subtract the "
     "noise, and a second run with this seed adds the same noise to another sum"
@@ -146,9 +144,7 @@ def beside(parts: Sequence[Part]) -> str:
     """The other releases of a step, as a continuation of a list: counts and layer statistics."""
     layers = sum(map(_is_statistics, parts))
     found = " and the counts" if counts(parts) else ""
-    return found + (
-        f" and the clipped statistics of {layers} batch norm layer{'s' * (layers > 1)}" if layers else ""
-    )
+    return found + (f" and the clipped statistics of {layers} batch norm layer{'s' * (layers > 1)}" if layers else "")
 
 
 def counts(parts: Sequence[Part]) -> bool:

@@ -46,8 +46,7 @@ class Crop:
                 "or more padding."
             )
         top_B, left_B = (
-            torch.randint(0, most - self.size + 1, (B,), generator=random).to(padded.device)
-            for most in (H, W)
+            torch.randint(0, most - self.size + 1, (B,), generator=random).to(padded.device) for most in (H, W)
         )
         along = torch.arange(self.size, device=padded.device)
         row_BHW = (top_B[:, None] + along)[:, :, None]
@@ -130,9 +129,7 @@ class Views:
                 "rows in your loop."
             )
         first, *others = batch
-        return sequence_like(
-            batch, [self.of(first, random), *(map_tensors(self.labels, other) for other in others)]
-        )
+        return sequence_like(batch, [self.of(first, random), *(map_tensors(self.labels, other) for other in others)])
 
     def alike(self) -> Views:
         """The same views with the same draws for every example, so that examples can be compared across batches."""

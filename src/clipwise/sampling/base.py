@@ -89,9 +89,7 @@ class Scheme(ABC):
         """The probability that a batch is truncated."""
         return 0.0
 
-    def event(
-        self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD
-    ) -> Event:
+    def event(self, noise_multiplier: float, adjacency: Adjacency | None = None, unit: Unit = Unit.RECORD) -> Event:
         """The event of one step of this scheme; by default with the scheme's first supported adjacency."""
         return Event(
             sampling=self.sampling,

@@ -126,9 +126,7 @@ class ByUser(Cut):
     def units(self, records: int) -> int:
         """The number of users. Raises if there is not one id for each record."""
         if records != self._count:
-            raise ConfigurationError(
-                "group must give one user id for each record of the data set, in its order."
-            )
+            raise ConfigurationError("group must give one user id for each record of the data set, in its order.")
         return self.users
 
     def table(self) -> list[Any]:

@@ -76,7 +76,7 @@ def cost_in_words(scores: Sequence[Score]) -> list[str]:
     lines = [
         "Epsilon is that of one run. The scores are accuracies on held-out records, without noise, and the search "
         "depends on them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
-        "public data, or use `clipwise tune --accounted`.",
+        "public data, or use `clipwise tune --accounted`."
     ]
     runs, cost = len(scores), composed_epsilon(scores)
     if cost is not None:

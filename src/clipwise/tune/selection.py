@@ -85,12 +85,9 @@ def plan(
     from_arguments.budget(epsilon)
     common: dict[str, Any] = {"mean": mean, "shape": shape, "delta": delta, "adjacency": "zero-out"}
     z = _smallest(
-        lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common),
-        epsilon,
+        lambda z: accounting.search(noise_multiplier=z, sample_rate=sample_rate, steps=steps, **common), epsilon
     )
-    score = _smallest(
-        lambda z: accounting.search(noise_multiplier=z, steps=1, sampling="full", **common), epsilon
-    )
+    score = _smallest(lambda z: accounting.search(noise_multiplier=z, steps=1, sampling="full", **common), epsilon)
     alone = accounting.epsilon(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
     return SelectionPlan(epsilon, delta, mean, shape, z, score, alone)
 
@@ -104,9 +101,7 @@ class Released:
     output: Any
 
 
-def select(
-    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
-) -> Released | None:
+def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]) -> Released | None:
     """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
@@ -142,9 +137,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         from_arguments.budget(self.epsilon)
         number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
-        from_arguments.event(
-            1.0, self.sample_rate, Sampling.POISSON
-        )  # of the two, only the rate can be invalid
+        from_arguments.event(1.0, self.sample_rate, Sampling.POISSON)  # of the two, only the rate can be invalid
 
 
 @dataclass(frozen=True)
@@ -174,14 +167,8 @@ class Found:
 def search(recipe: Recipe, options: SearchOptions, seed: int = 0) -> Found:
     """Plan the noise, draw a secret number of runs, and release the best."""
     steps = max(1, round(options.epochs / options.sample_rate))
-    found = plan(
-        options.epsilon, recipe.delta, sample_rate=options.sample_rate, steps=steps, mean=options.mean_runs
-    )
-    fixed = {
-        "noise_multiplier": found.noise_multiplier,
-        "sample_rate": options.sample_rate,
-        "epochs": options.epochs,
-    }
+    found = plan(options.epsilon, recipe.delta, sample_rate=options.sample_rate, steps=steps, mean=options.mean_runs)
+    fixed = {"noise_multiplier": found.noise_multiplier, "sample_rate": options.sample_rate, "epochs": options.epochs}
 
     def one(settings: Settings) -> tuple[int, int, object]:
         run = recipe.train({**settings, **fixed}, seed)

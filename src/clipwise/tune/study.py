@@ -29,9 +29,7 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
     study = _study(subject, out, seed)
     while (missing := trials - len(_finished(study))) > 0:
         before = len(study.trials)
-        study.optimize(
-            lambda trial: _objective(trial, subject, say), n_trials=missing, catch=(ClipwiseError,)
-        )
+        study.optimize(lambda trial: _objective(trial, subject, say), n_trials=missing, catch=(ClipwiseError,))
         failed = [t for t in study.trials[before:] if t.state.name == "FAIL"]
         if len(failed) == missing:
             raise ConfigurationError(

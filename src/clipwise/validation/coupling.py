@@ -141,9 +141,7 @@ class IndependenceProbe:
             found = torch.autograd.grad(losses, edges, weights_B, retain_graph=True, allow_unused=True)
         return any(_is_live(g) for g in found if g is not None)
 
-    def _probe(
-        self, losses: Tensor, inputs: list[GradientEdge], marked: int, places: dict[Node, Place]
-    ) -> None:
+    def _probe(self, losses: Tensor, inputs: list[GradientEdge], marked: int, places: dict[Node, Place]) -> None:
         """Run backward passes to the inputs. The first `marked` are the loader's tensors, with examples on axis 0."""
         weights_B = probe_weights(len(losses), losses)
         arrived: dict[Place, list[Tensor]] = {}
@@ -151,9 +149,7 @@ class IndependenceProbe:
             for node, place in places.items():
                 hooks.callback(node.register_prehook(partial(_note, arrived, place)).remove)
             is_proof = _require_apart(losses, torch.ones_like(losses), inputs, marked, weights_B, _COUPLED)
-        for seen, output in observations(
-            losses
-        ):  # the statistics of a row may depend on its own example only
+        for seen, output in observations(losses):  # the statistics of a row may depend on its own example only
             if seen.shape[0] == len(losses):
                 random = torch.randn(seen.shape, generator=private_generator())
                 random = random.to(seen.mean_BC.device, seen.dtype)

@@ -54,9 +54,7 @@ class ReplacementTest:
         """Whether further batches will be tested."""
         return len(self._seen) < _TESTED_BATCHES
 
-    def examine(
-        self, batch: Any, size: int, which: Hashable, arrangements: Callable[[], Sequence[Arrange]]
-    ) -> None:
+    def examine(self, batch: Any, size: int, which: Hashable, arrangements: Callable[[], Sequence[Arrange]]) -> None:
         """Raise if a loss depends on other examples.
 
         Args:
@@ -75,10 +73,7 @@ class ReplacementTest:
             return take_rows(batch, rows, size * count)
 
         def emptied(whole: Any, place: int) -> Any:
-            rows, all_rows = (
-                slice(place * count, (place + 1) * count),
-                [len(t) for t in tensors_in(whole) if t.dim()],
-            )
+            rows, all_rows = (slice(place * count, (place + 1) * count), [len(t) for t in tensors_in(whole) if t.dim()])
             # Ids, lengths and masks stay: 0 may not be a valid value.
             return with_zeros(whole, rows, all_rows[0] if all_rows else 0, only_floats=True)
 
@@ -107,9 +102,7 @@ class ReplacementTest:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        with_smaller_pieces(
-            tested, size
-        )  # outside of `except`, so that the tensors of the error's frames are freed
+        with_smaller_pieces(tested, size)  # outside of `except`, so that the tensors of the error's frames are freed
 
     def _run(self, batch: Any) -> Tensor:
         device = next(self._model.parameters()).device

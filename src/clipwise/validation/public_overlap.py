@@ -14,14 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    StackDataset,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError

@@ -21,9 +21,7 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}."
-        )
+        raise ConfigurationError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             "optimizer is LBFGS, which needs several gradients of one batch per step: use SGD, Adam or another "

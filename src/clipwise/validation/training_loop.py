@@ -29,12 +29,7 @@ _RUNS: WeakValueDictionary[int, StepContext] = WeakValueDictionary()
 _SAMPLED = 32  # entries of each gradient
 _NEAR = 1e-5  # relative: rounding of a gradient that was multiplied
 _LEAST_SCALE = 128.0  # of a GradScaler, which starts at 65536
-_SOURCES = (
-    "",
-    "key",
-    "torch",
-    "seeded",
-)  # of random layers' draws, strongest first; "" before the first step
+_SOURCES = ("", "key", "torch", "seeded")  # of random layers' draws, strongest first; "" before the first step
 
 DECLARED = ("public", "post-processing")
 CLEARED = (
@@ -214,9 +209,7 @@ def changed_since_last_run(
     if other is None or other.model is not model or not other.weights.state.is_of_same_tensors():
         return []
     weights = other.weights
-    if not (
-        other.ledger.position or weights.has_foreign_step or weights.unverified or weights.changed_before
-    ):
+    if not (other.ledger.position or weights.has_foreign_step or weights.unverified or weights.changed_before):
         return []
     changed = weights.without_averages(weights.state.changed(looks_inside=True))
     is_same_optimizer = weights.has_foreign_step and other.optimizer is optimizer

@@ -25,14 +25,7 @@ def positions(steps: int) -> Subject:
     torch.manual_seed(0)
     x = torch.randn(8, T, WIDTH)
     model = nn.Linear(WIDTH, WIDTH, bias=False)
-    return run_of(
-        model,
-        lambda m, x: m(x).sum((1, 2)),
-        (x,),
-        sampling="full",
-        sample_rate=None,
-        steps=steps,
-    )
+    return run_of(model, lambda m, x: m(x).sum((1, 2)), (x,), sampling="full", sample_rate=None, steps=steps)
 
 
 def cancelling(record: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,16 +9,13 @@ from tests.audit.bug import Bug
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    def clipped_mean(
-        self: PerExampleClipper, losses: Tensor, real_B: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def clipped_mean(self: PerExampleClipper, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         names, bound = list(self._parameters), self.bounds[0].sensitivity
         if not len(losses):
             return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         found = torch.autograd.grad(losses.mean(), [self._parameters[n] for n in names], allow_unused=True)
         gradients = [
-            torch.zeros_like(self._parameters[n]) if g is None else g
-            for n, g in zip(names, found, strict=True)
+            torch.zeros_like(self._parameters[n]) if g is None else g for n, g in zip(names, found, strict=True)
         ]
         norm = torch.cat([g.flatten() for g in gradients]).norm()
         weight = self.divisor * float((bound / norm).clamp(max=1))

@@ -34,9 +34,7 @@ def bags(steps: int) -> Subject:
     torch.manual_seed(0)
     ids = torch.randint(12, (24, 8))
     ids[0] = 3  # one id, eight times
-    return run_of(
-        Bags(), losses, (ids, torch.randint(3, (24,))), sampling="full", sample_rate=None, steps=steps
-    )
+    return run_of(Bags(), losses, (ids, torch.randint(3, (24,))), sampling="full", sample_rate=None, steps=steps)
 
 
 BUG = Bug(

@@ -13,9 +13,7 @@ from tests.audit.bug import Bug, one_release, small
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
-    def each_alone(
-        sensitivities: Sequence[float], dimensions: Sequence[int], z: float, split: str
-    ) -> list[float]:
+    def each_alone(sensitivities: Sequence[float], dimensions: Sequence[int], z: float, split: str) -> list[float]:
         return [z * s for s in sensitivities]
 
     patch.setattr(noise_split, "split_noise", each_alone)

@@ -23,9 +23,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
 def normalized(steps: int) -> Subject:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-    return run_of(
-        model, losses, rows(), clipping=Batch(max_norm=1.0), sampling="full", sample_rate=None, steps=steps
-    )
+    return run_of(model, losses, rows(), clipping=Batch(max_norm=1.0), sampling="full", sample_rate=None, steps=steps)
 
 
 BUG = Bug(

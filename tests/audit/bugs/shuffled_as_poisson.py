@@ -15,9 +15,7 @@ from tests.audit.bug import Bug, Subject, losses, rows, small
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     def of_epoch(self: Poisson, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        return np.sort(
-            np.array_split(epoch_order(epoch_secret, self.dataset_size), self.steps_per_epoch)[slot]
-        )
+        return np.sort(np.array_split(epoch_order(epoch_secret, self.dataset_size), self.steps_per_epoch)[slot])
 
     patch.setattr(Poisson, "draw", of_epoch)
 

@@ -28,9 +28,7 @@ class TiedTable(nn.Module):
 def tied(steps: int) -> Subject:
     torch.manual_seed(0)
     ids = torch.randint(12, (24, 5))
-    return run_of(
-        TiedTable(), losses, (ids, torch.randint(12, (24,))), sampling="full", sample_rate=None, steps=steps
-    )
+    return run_of(TiedTable(), losses, (ids, torch.randint(12, (24,))), sampling="full", sample_rate=None, steps=steps)
 
 
 BUG = Bug(

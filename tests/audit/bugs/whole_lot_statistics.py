@@ -19,9 +19,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
 
 def normalized(steps: int) -> Subject:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(5, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3)
-    )
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Tanh(), nn.Linear(8, 3))
     return run_of(
         model,
         losses,
@@ -35,9 +33,5 @@ def normalized(steps: int) -> Subject:
 
 
 BUG = Bug(
-    "whole-lot batch norm",
-    plant,
-    ("neighbours",),
-    subject=partial(normalized, 2),
-    attacked=partial(normalized, 1),
+    "whole-lot batch norm", plant, ("neighbours",), subject=partial(normalized, 2), attacked=partial(normalized, 1)
 )

@@ -31,9 +31,7 @@ LAYERS = {h: [f"{h}.weight", f"{h}.bias"] for h in ("0", "2", "4")}
 
 def known(count: int = 10) -> Public:
     """For the network of `private_run`, in whatever type it computes."""
-    return Public(
-        data(count, seed=9), lambda model, x, y: losses_of(model, (x.to(next(model.parameters()).dtype), y))
-    )
+    return Public(data(count, seed=9), lambda model, x, y: losses_of(model, (x.to(next(model.parameters()).dtype), y)))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +66,7 @@ def test_given_batches_are_the_mini_sets() -> None:
 
 def test_a_bound_for_each_part_is_refused_with_a_policy() -> None:
     for norm in ({"0": 1.0, "2": 1.0, "4": 1.0}, Decay({"0": 1.0, "2": 1.0, "4": 1.0}, 0.9)):
-        with pytest.raises(
-            ConfigurationError, match=r"max_norm must be a number with parts=Adaptive\(\.\.\.\)"
-        ):
+        with pytest.raises(ConfigurationError, match=r"max_norm must be a number with parts=Adaptive\(\.\.\.\)"):
             PerExample(norm, Adaptive(public())).attach(site(small_model()))
 
 
@@ -125,9 +121,7 @@ def test_public_data_without_any_gradient_is_refused_at_the_start_and_passed_ove
         with torch.no_grad():
             on[4].bias.fill_(value)
         assert not clipper.learn({}) and clipper.bounds == before
-        with pytest.raises(
-            ConfigurationError, match=r"On the public data \(TensorDataset\) every gradient is 0"
-        ):
+        with pytest.raises(ConfigurationError, match=r"On the public data \(TensorDataset\) every gradient is 0"):
             PerExample(1.0, Adaptive(public())).attach(site(on))
 
 

@@ -60,9 +60,7 @@ def test_the_bound_is_that_of_the_formula(factor: float, every: int, steps: int,
 
 
 def test_one_number_for_each_part() -> None:
-    clipper = PerExample(Decay({"0": 1.0, "2": 2.0, "4": 4.0}, 0.5, every=1), "layer").attach(
-        site(small_model())
-    )
+    clipper = PerExample(Decay({"0": 1.0, "2": 2.0, "4": 4.0}, 0.5, every=1), "layer").attach(site(small_model()))
     clipper.learn({})
     assert [b.sensitivity for b in clipper.bounds] == [0.5, 1.0, 2.0]
 
@@ -104,9 +102,7 @@ def test_with_a_policy_everything_shrinks_together(name: str) -> None:
             assert (a.name, a.parameters, a.scales, a.alone) == (b.name, b.parameters, b.scales, b.alone)
 
 
-@pytest.mark.parametrize(
-    "parts", ["all", "layer", Adaptive(known(), every=2)], ids=["all", "layer", "adaptive"]
-)
+@pytest.mark.parametrize("parts", ["all", "layer", Adaptive(known(), every=2)], ids=["all", "layer", "adaptive"])
 def test_the_event_stays_and_the_noise_follows(parts: Any) -> None:
     on, private = private_run(clipping=PerExample(Decay(1.0, 0.5), parts), noise_multiplier=0.9)
     stds = []

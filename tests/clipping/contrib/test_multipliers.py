@@ -38,9 +38,7 @@ def unzip(found: list[tuple[float, int]]) -> tuple[dict[str, float], dict[str, i
 
 @QUICK
 @given(layers, st.sampled_from(["optimal", "paper"]))
-def test_the_typical_gradient_keeps_its_length_if_asked_for(
-    found: list[tuple[float, int]], kind: str
-) -> None:
+def test_the_typical_gradient_keeps_its_length_if_asked_for(found: list[tuple[float, int]], kind: str) -> None:
     """By one number for all layers."""
     e, d = unzip(found)
     m, printed = multipliers(e, d, kind, keep_length=True), multipliers(e, d, kind)
@@ -70,9 +68,7 @@ def test_how_long_a_scaled_gradient_is_belongs_to_the_configuration() -> None:
 
 @QUICK
 @given(layers, st.lists(st.floats(0.1, 10), min_size=8, max_size=8))
-def test_optimal_has_the_least_noise_for_typical_norms(
-    found: list[tuple[float, int]], other: list[float]
-) -> None:
+def test_optimal_has_the_least_noise_for_typical_norms(found: list[tuple[float, int]], other: list[float]) -> None:
     """(sum e sqrt(d))^2, below any other factors, those of the paper, and none at all."""
     e, d = unzip(found)
     optimal = multipliers(e, d, "optimal")
@@ -95,9 +91,7 @@ def test_paper_makes_all_layers_equally_long(found: list[tuple[float, int]]) -> 
 
 @QUICK
 @given(st.integers(0, 999), st.floats(0.05, 3), st.sampled_from([("paper", "equal"), ("optimal", "optimal")]))
-def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(
-    seed: int, C: float, kinds: tuple[str, str]
-) -> None:
+def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(seed: int, C: float, kinds: tuple[str, str]) -> None:
     """With max_norm = |C_h|, on the box |g_h| <= C_h: "paper" against an equal split, "optimal" an optimal one."""
     kind, split = kinds
     on, z = small_model(), 1.1
@@ -164,11 +158,7 @@ def test_a_run_divides_the_noise_by_the_factors() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"kind": "best"}, "kind='best' is not known"),
-        ({"every": -1}, "every=-1"),
-        ({"of": "set"}, "of='set'"),
-    ],
+    [({"kind": "best"}, "kind='best' is not known"), ({"every": -1}, "every=-1"), ({"of": "set"}, "of='set'")],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Multipliers: {words}"):

@@ -58,9 +58,7 @@ def test_without_a_secret_nothing_is_drawn() -> None:
 
 
 @QUICK
-@given(
-    st.sampled_from(METHODS), st.sampled_from(["clip", "normalize"]), st.floats(0.01, 5), st.integers(0, 50)
-)
+@given(st.sampled_from(METHODS), st.sampled_from(["clip", "normalize"]), st.floats(0.01, 5), st.integers(0, 50))
 def test_the_sum_is_that_of_the_definition(method: str, mode: str, C: float, seed: int) -> None:
     on, x = small_model(), rows(7, seed)
     clipper = PerExample(C, RandomLayer(), method=method, mode=mode).attach(site(on))
@@ -74,9 +72,7 @@ def test_the_sum_is_that_of_the_definition(method: str, mode: str, C: float, see
         nu = nu * chosen[str(number)]
         assert clipper.bounds[number].name == h and clipper.bounds[number].sensitivity == C
         for n in names:
-            torch.testing.assert_close(
-                found[n], torch.einsum("b,b...->...", nu, truth[n]), rtol=1e-9, atol=1e-9
-            )
+            torch.testing.assert_close(found[n], torch.einsum("b,b...->...", nu, truth[n]), rtol=1e-9, atol=1e-9)
 
 
 def test_the_mean_over_draws_is_the_layerwise_clipped_mean() -> None:

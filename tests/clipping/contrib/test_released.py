@@ -116,9 +116,7 @@ def test_the_noise_of_a_release_is_that_of_its_parts() -> None:
 @pytest.mark.parametrize("kind", ["bounds", "multipliers"])
 def test_constants_follow_what_was_released(kind: str) -> None:
     on, e = small_model(), {"0": 0.1, "2": 0.4, "4": 2.0}
-    rule: Policy = (
-        Adaptive(Released(0.5), every=2) if kind == "bounds" else Multipliers(Released(0.5), every=2)
-    )
+    rule: Policy = Adaptive(Released(0.5), every=2) if kind == "bounds" else Multipliers(Released(0.5), every=2)
     clipper = PerExample(0.7, rule).attach(site(on))
     for step in range(4):
         clipper.parts = noised_parts(clipper.bounds, trainable(on), 1e-9, "optimal", clipper.divisor)

@@ -40,8 +40,7 @@ def releases(clipper: Clipper, masks: dict[str, Tensor], length: int = T) -> lis
     """In units of the noise: half a unit up and down for what is to freeze, and steadily 3 for the rest."""
     noise = clipper.noise
     return [
-        {n: noise[n] * torch.where(m, 0.5 * (-1) ** t, 3.0).double() for n, m in masks.items()}
-        for t in range(length)
+        {n: noise[n] * torch.where(m, 0.5 * (-1) ** t, 3.0).double() for n, m in masks.items()} for t in range(length)
     ]
 
 
@@ -58,9 +57,7 @@ def freeze(clipper: Clipper, masks: dict[str, Tensor]) -> None:
 
 def frozen_in(clipper: Clipper, model: nn.Module) -> dict[str, Tensor]:
     """Masks of all parameters, also of those of which nothing is frozen."""
-    return {
-        n: clipper.frozen.get(n, torch.zeros_like(p, dtype=torch.bool)) for n, p in trainable(model).items()
-    }
+    return {n: clipper.frozen.get(n, torch.zeros_like(p, dtype=torch.bool)) for n, p in trainable(model).items()}
 
 
 def run_with(strategy: Strategy, model: nn.Module, **options: Any) -> Any:
@@ -116,10 +113,7 @@ def test_a_bound_that_moves_by_itself_is_refused() -> None:
 
 def test_only_a_strategy_with_a_rule_says_so() -> None:
     """Fingerprints of other runs stay what they were."""
-    for plain, strategy in (
-        (PerExample(), PerExample(sparse=Sparse(20))),
-        (Batch(), Batch(sparse=Sparse(20))),
-    ):
+    for plain, strategy in ((PerExample(), PerExample(sparse=Sparse(20))), (Batch(), Batch(sparse=Sparse(20)))):
         assert "sparse" not in plain.describe()
         assert strategy.describe()["sparse"] == {"every": 20, "within": 1.0, "after": 0}
 
@@ -160,9 +154,7 @@ def test_of_pure_noise_as_much_is_frozen_as_the_formula_says() -> None:
         random = torch.Generator().manual_seed(0)
         for _ in range(100):
             noise = clipper.noise
-            clipper.learn(
-                {n: noise[n] * torch.randn(p.shape, generator=random) for n, p in trainable(model).items()}
-            )
+            clipper.learn({n: noise[n] * torch.randn(p.shape, generator=random) for n, p in trainable(model).items()})
         assert float(clipper.frozen["weight"].float().mean()) == pytest.approx(expected, abs=0.03)
 
 
@@ -220,12 +212,7 @@ def test_frozen_entries_do_not_thaw() -> None:
 
 
 @QUICK
-@given(
-    st.floats(0, 1),
-    st.sampled_from(["all", "layer", "tensor"]),
-    st.sampled_from([PerExample, Batch]),
-    st.data(),
-)
+@given(st.floats(0, 1), st.sampled_from(["all", "layer", "tensor"]), st.sampled_from([PerExample, Batch]), st.data())
 def test_bounds_shrink_with_the_entries_that_are_left(share: float, parts: str, kind: Any, data: Any) -> None:
     model = small_model()
     strategy = kind(0.7, parts=parts, sparse=Sparse(T))
@@ -332,16 +319,11 @@ def test_a_run_goes_on_when_everything_is_frozen() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        *STRATEGIES,
-        Batch(0.7, mini_sets=4, parts="layer", sparse=Sparse(T)),
-    ],  # the last one adds up in float64
+    [*STRATEGIES, Batch(0.7, mini_sets=4, parts="layer", sparse=Sparse(T))],  # the last one adds up in float64
     ids=["per example", "batch", "mini-sets"],
 )
 @pytest.mark.parametrize("made", [2 * T, 2 * T + 3])
-def test_a_run_that_goes_on_has_the_same_frozen_entries(
-    strategy: Strategy, made: int, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_has_the_same_frozen_entries(strategy: Strategy, made: int, tmp_path: Path) -> None:
     """Bit for bit, past the end of the window it was stopped in: else one noise would be on two different sums."""
     model = network()
     private = run_with(strategy, model, ledger=tmp_path / "ledger")

@@ -65,9 +65,7 @@ def test_what_public_data_does_not_reach_has_norm_0(of: str) -> None:
 
 def test_a_batch_that_reaches_nothing_has_norm_0() -> None:
     on = nn.Linear(3, 2)
-    data = Public(
-        TensorDataset(torch.ones(4, 3)), lambda model, x: (x * torch.ones(3, requires_grad=True)).sum(1)
-    )
+    data = Public(TensorDataset(torch.ones(4, 3)), lambda model, x: (x * torch.ones(3, requires_grad=True)).sum(1))
     assert measured(on, data, "mini-set") == {"model": 0.0}
 
 

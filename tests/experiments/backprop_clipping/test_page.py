@@ -55,9 +55,7 @@ def test_the_page_has_every_table_and_no_gap(store: Store) -> None:
     rows = text.splitlines()
     # What is printed stands where the paper has it: its own method at its epsilon, DP-SGD at that of DP-SGD.
     assert sum("98.7, withdrawn" in row for row in rows) == 1
-    assert any(
-        row.startswith("| mnist | backprop, the paper's bound, clip | 0.07 | 98.7, withdrawn") for row in rows
-    )
+    assert any(row.startswith("| mnist | backprop, the paper's bound, clip | 0.07 | 98.7, withdrawn") for row in rows)
     assert any(row.startswith("| cifar10 | DP-SGD, tanh | 7.53 | 66.2 |") for row in rows)
     assert "| mnist | as published | 0.07 | 2.1e+03: none in effect | 98.7 |" in text
     assert text.count("The last layer alone") == 3

@@ -18,9 +18,7 @@ def quick(tmp_path_factory):
 def test_every_row_has_its_tests_at_the_same_epsilon(quick):
     _, store = quick
     for method in private_methods("digits"):
-        tests = [
-            c for c in store.cells.values() if c["judged_by"] == "test" and f"/{method} " in c["setting"]
-        ]
+        tests = [c for c in store.cells.values() if c["judged_by"] == "test" and f"/{method} " in c["setting"]]
         assert len(tests) == 2 and all("failed" not in c for c in tests), tests
         assert all(7.9 < c["epsilon"] <= 8.0 for c in tests)
 

@@ -32,12 +32,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
     results = made(0.95)
-    for sentences in (
-        verdicts.headline,
-        verdicts.against_dp_sgd,
-        verdicts.near_no_noise,
-        verdicts.price_of_clips,
-    ):
+    for sentences in (verdicts.headline, verdicts.against_dp_sgd, verdicts.near_no_noise, verdicts.price_of_clips):
         for sentence in sentences(results):
             assert f"**{words.NOT_TESTED} (9 trials in 6 dimensions" in sentence, sentence
     for sentence in verdicts.our_changes(results):
@@ -46,9 +41,7 @@ def test_few_trials_in_many_dimensions_are_no_verdict() -> None:
 
 def test_few_seeds_are_no_verdict(searched: None) -> None:
     found = everything(("table-1",), lambda _: 0.9)
-    kept = {
-        key: cell for key, cell in found.items() if cell["judged_by"] == "validation" or cell["seed"] == 0
-    }
+    kept = {key: cell for key, cell in found.items() if cell["judged_by"] == "validation" or cell["seed"] == 0}
     (sentence,) = verdicts.headline(Results(kept, quick=False))
     assert "**Not tested (one seed).**" in sentence
 
@@ -111,9 +104,7 @@ def test_signals_are_compared_layer_by_layer() -> None:
         ]
 
     found = everything(("signal",), lambda _: 0.5)
-    for method, (signal, grown) in zip(
-        SIGNALS, ((1.0, 2.0), (6.0, 1.0), (0.5, 3.0), (4.0, 4.0)), strict=True
-    ):
+    for method, (signal, grown) in zip(SIGNALS, ((1.0, 2.0), (6.0, 1.0), (0.5, 3.0), (4.0, 4.0)), strict=True):
         key = next(k for k in found if "signal " in k and f"/{method} " in k)
         found[key]["curve"] = curve(signal, grown)
     by_layer, flat, growth = verdicts.signal_to_noise(Results(found, quick=False))
@@ -128,9 +119,7 @@ def test_signals_are_compared_layer_by_layer() -> None:
 
 def test_the_price_of_clips_is_that_of_the_papers(searched: None) -> None:
     def accuracy(one: Asked) -> float:
-        return {"plain": 0.95, "clipped": 0.95, "clipped-upstream": 0.90}.get(
-            getattr(one.job, "method", ""), 0.5
-        )
+        return {"plain": 0.95, "clipped": 0.95, "clipped-upstream": 0.90}.get(getattr(one.job, "method", ""), 0.5)
 
     (sentence,) = verdicts.price_of_clips(Results(everything(("table-1",), accuracy), quick=False))
     assert "**Does not survive.**" in sentence and "mnist -5.0 ± 0.0 points (-0.1 in the paper)" in sentence

@@ -71,10 +71,7 @@ def test_at_equal_epsilon_each_budget_has_its_verdict():
         (tuned.NAME, method, budget): [cell(0.5, judged_by="validation")] * 6
         + [cell(mean + 0.001 * seed, seed) for seed in range(3)]
         for budget in (1.0, 8.0)
-        for method, mean in (
-            ("BC, flat, batch norm", 0.8 if budget == 1 else 0.95),
-            ("IC, flat, group norm", 0.9),
-        )
+        for method, mean in (("BC, flat, batch norm", 0.8 if budget == 1 else 0.95), ("IC, flat, group norm", 0.9))
     }
     assert sentences(shown) == [
         "- BC with batch norm is better than IC with group norm (equal epsilon, tuned): at epsilon 1 80.10 ± 0.06 "

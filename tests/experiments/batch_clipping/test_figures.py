@@ -87,8 +87,6 @@ def test_the_page_has_every_strategy_and_the_flat_row_with_group_norm():
     for parts in ("all", "enhanced", "groups", "multipliers", "multipliers-paper"):
         assert {("batch", parts), ("example", parts)} <= found
     assert ("batch", "zhang") in found
-    assert any(s.sparse_from for s in tuned.METHODS.values()) and any(
-        s.local_rate for s in tuned.METHODS.values()
-    )
+    assert any(s.sparse_from for s in tuned.METHODS.values()) and any(s.local_rate for s in tuned.METHODS.values())
     first = next(iter(tuned.METHODS.values()))
     assert (first.clip, first.parts, first.norm) == ("example", "all", "group")

@@ -95,7 +95,5 @@ def test_what_is_not_pld_is_marked(store):
     run(store, "g", "18", "ALC", accuracy=0.5, epsilon=7.5e6, noise_multiplier=0.00238)
     text = page.markdown(store, quick=False)
     assert "| at most 7.5e+06 (not PLD): none in effect |" in text  # of a run
-    (line,) = (
-        row for row in text.splitlines() if row.startswith("| cifar10 | resnet18 | 0.01875 | 64 | 50 | 62 |")
-    )
+    (line,) = (row for row in text.splitlines() if row.startswith("| cifar10 | resnet18 | 0.01875 | 64 | 50 | 62 |"))
     assert "(not PLD)" in line.split("|")[7] and "not PLD" not in line.split("|")[8]

@@ -24,9 +24,7 @@ def test_parts_share_no_image(digits):
 def test_while_settings_are_chosen_the_test_part_is_not_read(monkeypatch):
     asked = []
     original = data.images
-    monkeypatch.setattr(
-        data, "images", lambda name, train, folder: asked.append(train) or original(name, train)
-    )
+    monkeypatch.setattr(data, "images", lambda name, train, folder: asked.append(train) or original(name, train))
     found = pictures("digits", None, CPU, judged_by="validation")
     assert asked == [True] and len(found.held_out) == 144 and len(found.private) == 1437 - 288
 
@@ -49,13 +47,7 @@ def test_the_noise_is_the_papers(digits, clip):
 def test_a_noise_rate_is_the_noise_of_an_update(digits, parts):
     """Measured: without signal, the weights move by the noise alone."""
     setting = SMALL.but(
-        clip="example",
-        norm="group",
-        parts=parts,
-        sigma=None,
-        epsilon=3.0,
-        noise_rate=1e-3,
-        sampling="poisson",
+        clip="example", norm="group", parts=parts, sigma=None, epsilon=3.0, noise_rate=1e-3, sampling="poisson"
     )
     torch.manual_seed(0)
     model = models.build("bn_lenet5", norm="group")
@@ -127,11 +119,7 @@ def test_a_stopped_run_continues(digits, tmp_path, monkeypatch, clip, looks, kee
     assert not kept.exists()
     if clip == "batch":
         whole = training.train(setting, digits, 0, Deadline(None))
-        assert (
-            (result["steps"], result["epsilon"])
-            == (whole["steps"], whole["epsilon"])
-            == (63, whole["epsilon"])
-        )
+        assert (result["steps"], result["epsilon"]) == (whole["steps"], whole["epsilon"]) == (63, whole["epsilon"])
         assert result["learning_rate_at_last"] == pytest.approx(0.025 * 0.9**3)
 
 

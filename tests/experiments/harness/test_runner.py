@@ -31,9 +31,7 @@ def test_a_second_command_runs_only_what_is_missing(tmp_path, fake):
 
 def test_machines_can_share_a_grid_by_rows(tmp_path, fake):
     lines, say = said()
-    store = reproduce(
-        Options("batch-clipping", tmp_path, figures=("4",), quick=True, only="BC, enhanced"), say
-    )
+    store = reproduce(Options("batch-clipping", tmp_path, figures=("4",), quick=True, only="BC, enhanced"), say)
     rows = {place["row"] for cell in store.cells.values() for place in cell["shown"]}
     assert rows and all("BC, enhanced" in row for row in rows) and len(fake) < paper.QUICK_ROWS
     assert not any("time is up" in line for line in lines), "the requested runs are finished"
@@ -45,30 +43,21 @@ def test_figures_share_runs(tmp_path, fake):
     keys = [setting.key for setting, _ in fake]
     assert len(keys) == len(set(keys)) == 2 * paper.QUICK_ROWS - 1
     text = (tmp_path / "results.md").read_text()
-    assert (
-        "| BC, enhanced, C = 0.095 | 66.66% (figure 18) | 50.00 |" in text
-        and "| ALC | 66.66% | 50.00 |" in text
-    )
+    assert "| BC, enhanced, C = 0.095 | 66.66% (figure 18) | 50.00 |" in text and "| ALC | 66.66% | 50.00 |" in text
 
 
 def test_a_row_that_fails_is_reported_and_the_others_run(tmp_path, fake):
     store = reproduce(Options("batch-clipping", tmp_path, figures=("4",), quick=True), said()[1])
     failed = [cell["failed"] for cell in store.cells.values() if "failed" in cell]
     assert failed == ["ValueError: no such thing"]
-    assert (
-        "| BC, Zhang | below enhanced | ValueError: no such thing |" in (tmp_path / "results.md").read_text()
-    )
+    assert "| BC, Zhang | below enhanced | ValueError: no such thing |" in (tmp_path / "results.md").read_text()
 
 
 def test_settings_are_chosen_by_validation_and_tested_once_per_seed(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(paper, "QUICK_METHODS", ("IC, flat, group norm",))
     rates = [s.noise_rate for s in tuned.trials("IC, flat, group norm", 8.0)]
     reproduce(Options("batch-clipping", tmp_path, figures=(tuned.NAME,), quick=True), said()[1])
-    assert [(s.noise_rate, held_out) for s, held_out in fake] == [
-        (rates[0], 144),
-        (rates[1], 144),
-        (rates[1], 360),
-    ]
+    assert [(s.noise_rate, held_out) for s, held_out in fake] == [(rates[0], 144), (rates[1], 144), (rates[1], 360)]
     assert "| IC, flat, group norm | 70.00 |" in (tmp_path / "results.md").read_text()
 
 

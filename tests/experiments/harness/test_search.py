@@ -56,13 +56,7 @@ def test_a_requested_run_becomes_a_task_with_its_place() -> None:
     asked = Asked(Trial("a"), 2, "test", "5", "row", 1.0)
     task = asked.task(quick=True)
     assert task.key == asked.key == "test a seed=2"
-    assert task.place.to_dict() == {
-        "figure": "5",
-        "row": "row",
-        "epochs_asked": 3,
-        "quick": True,
-        "budget": 1.0,
-    }
+    assert task.place.to_dict() == {"figure": "5", "row": "row", "epochs_asked": 3, "quick": True, "budget": 1.0}
 
 
 UNIT = st.floats(0, 1)

@@ -14,19 +14,11 @@ def store(folder, machine, **cells):
 
 def test_runs_of_another_folder_are_taken_over(tmp_path):
     mine = store(tmp_path / "a", "cpu", both={"accuracy": 0.1}, begun={"unfinished": True})
-    other = store(
-        tmp_path / "b", "cuda", both={"accuracy": 0.2}, begun={"accuracy": 0.3}, new={"accuracy": 0.4}
-    )
+    other = store(tmp_path / "b", "cuda", both={"accuracy": 0.2}, begun={"accuracy": 0.3}, new={"accuracy": 0.4})
     mine.take(other)
     again = Store(tmp_path / "a")
-    assert {key: cell["accuracy"] for key, cell in again.cells.items()} == {
-        "both": 0.1,
-        "begun": 0.3,
-        "new": 0.4,
-    }
-    assert [
-        again.environments[again.cells[key]["environment"]]["device"] for key in ("both", "begun", "new")
-    ] == [
+    assert {key: cell["accuracy"] for key, cell in again.cells.items()} == {"both": 0.1, "begun": 0.3, "new": 0.4}
+    assert [again.environments[again.cells[key]["environment"]]["device"] for key in ("both", "begun", "new")] == [
         "cpu",
         "cuda",
         "cuda",

@@ -97,10 +97,7 @@ def test_what_a_run_came_to_is_kept_when_the_time_is_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "train", train)
     task = next(PAPER.tasks(options(tmp_path), {}))
-    assert workers.run(task, options(tmp_path), None) == {
-        "unfinished": True,
-        "public_accuracy_by_epoch": [0.25],
-    }
+    assert workers.run(task, options(tmp_path), None) == {"unfinished": True, "public_accuracy_by_epoch": [0.25]}
 
 
 def test_an_unfinished_run_is_reported_and_continues_with_the_next_command(tmp_path, fake, monkeypatch):

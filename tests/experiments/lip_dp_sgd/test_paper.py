@@ -23,9 +23,7 @@ def quick(tmp_path_factory):
 def test_every_row_has_its_tests(quick):
     _, store, _, _ = quick
     for method in METHODS:
-        tests = [
-            c for c in store.cells.values() if c["judged_by"] == "test" and f"/{method}/" in c["setting"]
-        ]
+        tests = [c for c in store.cells.values() if c["judged_by"] == "test" and f"/{method}/" in c["setting"]]
         assert len(tests) == 3 and all("failed" not in c for c in tests), tests
 
 

@@ -21,9 +21,7 @@ def test_table_3():
 
 def test_an_accounted_search_keeps_its_best_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Repetitions, "draw", lambda self, random=None: 2)
-    options = (
-        "--accounted --epsilon 4 --mean-runs 3 --sample-rate 0.25 --epochs 1 --method lip --norm bounded"
-    )
+    options = "--accounted --epsilon 4 --mean-runs 3 --sample-rate 0.25 --epochs 1 --method lip --norm bounded"
     main(["digits", *options.split(), "--out", str(tmp_path / "out")])
     assert "The whole search costs epsilon 4 at delta 1e-05" in capsys.readouterr().out.replace("\n", " ")
     assert (tmp_path / "out" / "best.safetensors").exists()

@@ -28,9 +28,7 @@ def invented(accuracy, figure="table-5", seeds=10, quick=False):
 
 
 def better(method_that_wins, by=0.02):
-    return lambda data, norm, method, seed: (
-        0.7 + seed / 1000 + (by + seed / 5000) * (method == method_that_wins)
-    )
+    return lambda data, norm, method, seed: 0.7 + seed / 1000 + (by + seed / 5000) * (method == method_that_wins)
 
 
 def test_a_claim_that_holds_everywhere_survives():
@@ -60,9 +58,7 @@ def test_few_seeds_leave_it_open():
 
 
 def test_group_norm_that_helps_contradicts_the_paper():
-    helps = invented(
-        lambda data, norm, method, seed: 0.7 + seed / 1000 + (0.05 + seed / 5000) * (norm == "bounded")
-    )
+    helps = invented(lambda data, norm, method, seed: 0.7 + seed / 1000 + (0.05 + seed / 5000) * (norm == "bounded"))
     sentences = [s for s in verdicts.verdicts(helps, "table-5") if "Group norm" in s]
     assert len(sentences) == 3 and all("**Does not survive.**" in s for s in sentences)
     same = invented(better("lip"))

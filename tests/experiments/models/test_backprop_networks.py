@@ -39,9 +39,7 @@ def test_cifar10_with_pools_of_stride_two():
     model = models.build("backprop_cifar10", pool_stride=2, padding=True, bias=True, classes=7)
     assert model(torch.rand(2, 3, 32, 32)).shape == (2, 7)
     assert parameters(model) < 2_000_000
-    normalized = models.build(
-        "backprop_cifar10", pool_stride=2, padding=True, bias=True, classes=7, norm="group"
-    )
+    normalized = models.build("backprop_cifar10", pool_stride=2, padding=True, bias=True, classes=7, norm="group")
     assert normalized(torch.rand(2, 3, 32, 32)).shape == (2, 7)
     assert parameters(normalized) - parameters(model) == 2 * 2 * (32 + 64 + 128 + 256)
 

@@ -67,9 +67,7 @@ def test_a_bias_that_does_nothing_is_left_out():
     biases = [m.bias is not None for m in model if isinstance(m, (nn.Linear, nn.Conv2d))]
     assert biases == [False, False, False, False, True]
     assert all(
-        m.bias is not None
-        for m in models.build("lenet5", norm="group")
-        if isinstance(m, (nn.Linear, nn.Conv2d))
+        m.bias is not None for m in models.build("lenet5", norm="group") if isinstance(m, (nn.Linear, nn.Conv2d))
     )
 
 

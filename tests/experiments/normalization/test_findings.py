@@ -44,10 +44,7 @@ def test_private_findings_name_the_claim():
         ("LeNet-5", "group norm", 1.0): runs(0.96, 0.97),
     }
     words = "\n".join(findings(BY_NAME["5"], found))
-    assert (
-        "public-exact against no norm: the gain survives in full at epsilon 1 (+5.00 ± 0.71, paper +3.50)"
-        in words
-    )
+    assert "public-exact against no norm: the gain survives in full at epsilon 1 (+5.00 ± 0.71, paper +3.50)" in words
     assert "public-exact against group norm: -1.00 ± 0.71 at epsilon 1" in words
 
 

@@ -36,9 +36,7 @@ def test_public_rows_are_public():
 
 def test_while_settings_are_chosen_the_test_part_is_not_read(monkeypatch):
     asked, original = [], data.images
-    monkeypatch.setattr(
-        data, "images", lambda name, train, folder: asked.append(train) or original(name, train)
-    )
+    monkeypatch.setattr(data, "images", lambda name, train, folder: asked.append(train) or original(name, train))
     found = sets.load("digits", 28, None, CPU, judged_by="validation", trains_on_all=True)
     assert asked == [True] and found.held_out is not None and len(found.held_out) == 144
     assert not rows_of(found.train) & rows_of(found.held_out)
@@ -49,6 +47,4 @@ def test_large_images_are_cut_to_their_middle(monkeypatch):
     monkeypatch.setattr(data, "images", lambda *_: TensorDataset(x, torch.zeros(20).long()))
     found = sets.load("cifar10", 24, None, CPU, judged_by="test", trains_on_all=True)
     assert found.train.tensors[0].shape[1:] == (3, 24, 24)
-    assert torch.equal(
-        found.train.tensors[0][:1, :, :1, :1], data.look("cifar10").standardised(x[:1, :, :1, 4:5])
-    )
+    assert torch.equal(found.train.tensors[0][:1, :, :1, :1], data.look("cifar10").standardised(x[:1, :, :1, 4:5]))

@@ -57,9 +57,7 @@ def test_the_readme_counts_the_runs():
 def test_tables_2_and_5_are_in_full():
     assert BY_NAME["2"].values == (0.0, 0.01, 0.1, 0.3, 1.0, 2.0, 10.0) and BY_NAME["2"].seeds >= 5
     assert BY_NAME["5"].values == (7.0, 3.0, 1.0, 0.5, 0.1, 0.05) and BY_NAME["5"].seeds >= 5
-    assert {"no norm", "layer norm", "group norm", "public", "self+public", "public-exact"} <= set(
-        BY_NAME["5"].methods
-    )
+    assert {"no norm", "layer norm", "group norm", "public", "self+public", "public-exact"} <= set(BY_NAME["5"].methods)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

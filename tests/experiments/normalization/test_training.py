@@ -54,14 +54,10 @@ def test_batch_norm_where_microbatches_are_clipped(tmp_path, monkeypatch):
     assert 7.9 < cell["epsilon"] <= 8 and 0 <= cell["accuracy"] <= 1
     assert noise(made[0], 256) == pytest.approx(noise(made[1], 16), rel=1e-6)
     norms = [m for m in models[1].modules() if isinstance(m, BatchStatisticsNorm)]
-    assert norms and all(int(norm.num_batches_tracked) == 8 for norm in norms), (
-        "128 public rows, 16 at a time"
-    )
+    assert norms and all(int(norm.num_batches_tracked) == 8 for norm in norms), "128 public rows, 16 at a time"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"norm": "released"}, {"norm": "batch", "clip": "batch", "statistics": "noised"}]
-)
+@pytest.mark.parametrize("changes", [{"norm": "released"}, {"norm": "batch", "clip": "batch", "statistics": "noised"}])
 def test_noised_statistics_are_part_of_the_release_and_need_no_public_rows(changes, tmp_path):
     setting = TINY.but(epsilon=8.0, learning_rate=1.0, **changes)
     assert not setting.needs_public_rows

@@ -26,9 +26,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
     st.integers(0, 99),
 )
 def test_a_squared_norm_is_a_close_upper_bound(n: int, scale: float, dtype: torch.dtype, seed: int) -> None:
-    x = (torch.randn(3, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(
-        dtype
-    )
+    x = (torch.randn(3, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
     bounds = squared_norms(x)
     assert bounds.dtype == torch.float64
     for row, bound in zip(x.double().tolist(), bounds.tolist(), strict=True):
@@ -41,9 +39,7 @@ def test_adversarial_orders_of_summation_are_covered() -> None:
     for n in (256, 4096, 10_000):
         x = torch.full((2, n), 2.0**-12.5)
         x[0, 0], x[1, -1] = 1.0, 1.0
-        exact = torch.tensor(
-            [math.fsum(v * v for v in row) for row in x.double().tolist()], dtype=torch.float64
-        )
+        exact = torch.tensor([math.fsum(v * v for v in row) for row in x.double().tolist()], dtype=torch.float64)
         assert (squared_norms(x) >= exact).all()
 
 
@@ -57,9 +53,7 @@ def outer(T: int, m: int, n: int, dtype: torch.dtype) -> Outer:
 
 def rows(T: int, m: int, n: int, dtype: torch.dtype) -> Rows:
     example = torch.arange(4).repeat_interleave(T)
-    return Rows(
-        example, torch.randint(0, m, (4 * T,)), torch.randn(4 * T, n).to(dtype), 4, torch.Size((m, n))
-    )
+    return Rows(example, torch.randint(0, m, (4 * T,)), torch.randn(4 * T, n).to(dtype), 4, torch.Size((m, n)))
 
 
 def written(T: int, m: int, n: int, dtype: torch.dtype) -> Written:
@@ -72,11 +66,7 @@ def written(T: int, m: int, n: int, dtype: torch.dtype) -> Written:
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (3, 4, 3), (2, 40, 30), (0, 3, 4)], ids=str)
 @pytest.mark.parametrize("make", [outer, rows, written])
 def test_norms_and_sums_are_those_of_the_instantiated_gradients(
-    make: type[Form],
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    keep: int,
-    monkeypatch: pytest.MonkeyPatch,
+    make: type[Form], sizes: tuple[int, int, int], dtype: torch.dtype, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms.base, "CHUNK_BYTES", 3 * sizes[1] * sizes[2] * 8)
     torch.manual_seed(0)
@@ -138,9 +128,7 @@ def test_an_example_that_cancels_is_summed_separately(budget: int) -> None:
     torch.testing.assert_close(norms, truth.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
     weights = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float64)
     total = form.weighted_sum(weights)
-    torch.testing.assert_close(
-        total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(total.double(), torch.einsum("b,bmn->mn", weights, truth), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 5, 9])
@@ -155,9 +143,7 @@ def test_pieces_change_nothing(piece: int, keep: int) -> None:
 
     whole, cut = (Written(5, gradients.shape[1:], torch.float32, make, p) for p in (None, piece))
     for form in (whole, cut):
-        torch.testing.assert_close(
-            measured(form, Budget(keep)).sqrt().float(), gradients.flatten(1).norm(dim=1)
-        )
+        torch.testing.assert_close(measured(form, Budget(keep)).sqrt().float(), gradients.flatten(1).norm(dim=1))
         assert form.is_kept == (keep > 0)
         torch.testing.assert_close(form.weighted_sum(w), torch.einsum("b,bmn->mn", w.float(), gradients))
         form.mute(muted)
@@ -172,15 +158,11 @@ def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
     memory = Memory()
     for _ in range(3):
-        found = per_example_gradients(
-            model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory
-        )
+        found = per_example_gradients(model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory)
         found.weighted_sums({n: torch.ones(4, dtype=torch.float64) for n in found.squared_norms()})
         del found
     gc.collect()
-    found = per_example_gradients(
-        model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory
-    )
+    found = per_example_gradients(model(torch.randn(4, 7, 5)).sum((1, 2)), dict(model.named_parameters()), memory)
     found.weighted_sums({n: torch.ones(4, dtype=torch.float64) for n in found.squared_norms()})
     del found
     assert _of_ours_in_the_garbage() == []

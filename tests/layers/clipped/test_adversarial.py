@@ -60,9 +60,7 @@ def channels(lengths_P: Tensor, g_cP: Tensor) -> Tensor:
 
 def linear(layer: Any, x_Td: Tensor, g_Tc: Tensor) -> Measured:
     return of_weights(
-        {"weight": (g_Tc.T @ x_Td).norm()},
-        {"weight": channels(x_Td.norm(dim=1), g_Tc.T)},
-        {"weight": g_Tc.norm()},
+        {"weight": (g_Tc.T @ x_Td).norm()}, {"weight": channels(x_Td.norm(dim=1), g_Tc.T)}, {"weight": g_Tc.norm()}
     ).with_exact(bias=g_Tc.sum(0).norm())
 
 
@@ -101,10 +99,7 @@ def _windows(layer: Any, x: Tensor) -> Tensor:
 def recurrent(layer: Any, x_Td: Tensor, g_TH: Tensor) -> Measured:
     """Step by step, with zeros added to the gates on the input's and the state's side: their gradients are dz."""
     run = layer
-    zeros = [
-        torch.zeros(len(x_Td), run.weight_hh_l0.shape[0], dtype=x_Td.dtype, requires_grad=True)
-        for _ in range(2)
-    ]
+    zeros = [torch.zeros(len(x_Td), run.weight_hh_l0.shape[0], dtype=x_Td.dtype, requires_grad=True) for _ in range(2)]
     h = c = torch.zeros(run.hidden_size, dtype=x_Td.dtype)
     before, outputs = [], []
     for x_d, zero_i, zero_h in zip(x_Td, *zeros, strict=True):
@@ -181,11 +176,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Measure]] = {
     "dilation": (conv(2, 3, 3, dilation=2, padding=2), (2, 6, 6), convolution),
     "groups": (conv(4, 6, 3, groups=2, padding=1), (4, 4, 4), convolution),
     "circular": (conv(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 4), convolution),
-    "circular, kernel beyond the input": (
-        conv(1, 2, 5, padding=3, padding_mode="circular"),
-        (1, 3, 3),
-        convolution,
-    ),
+    "circular, kernel beyond the input": (conv(1, 2, 5, padding=3, padding_mode="circular"), (1, 3, 3), convolution),
     "reflect": (conv(2, 3, 3, padding=2, padding_mode="reflect"), (2, 4, 4), convolution),
     "replicate": (conv(2, 3, 3, padding=1, padding_mode="replicate"), (2, 4, 4), convolution),
     "one dimension": (conv(2, 3, 3, kind=nn.Conv1d, padding=1), (2, 7), convolution),
@@ -264,9 +255,7 @@ def test_no_ascent_exceeds_a_bound(name: str, bound: str) -> None:
         assert_clipped_as_said(name, layer, worst_x, worst_g, bound, parameter)
 
 
-def assert_clipped_as_said(
-    name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str, parameter: str
-) -> None:
+def assert_clipped_as_said(name: str, layer: nn.Module, x: Tensor, g: Tensor, bound: str, parameter: str) -> None:
     build, _, measure = CASES[name]
     # No input is clipped; for attention, no output either.
     input_norm = (100 if name == "attention" else 1.001) * float(x.double().norm())
@@ -286,9 +275,7 @@ def assert_clipped_as_said(
 
 
 def main() -> None:
-    print(
-        "| layer | `gradient`, random start | `gradient`, found | `upstream`, random start | `upstream`, found |"
-    )
+    print("| layer | `gradient`, random start | `gradient`, found | `upstream`, random start | `upstream`, found |")
     print("|---|---:|---:|---:|---:|")
     for name in CASES:
         rows: dict[str, list[str]] = {}

@@ -32,9 +32,7 @@ def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def gradients(
-    model: ClippedAttention, inputs: list[Tensor], gs: list[Tensor]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def gradients(model: ClippedAttention, inputs: list[Tensor], gs: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Of weight, bias and inputs."""
     weight, bias = model.layer.in_proj_weight, model.layer.in_proj_bias
     inputs = [x.detach().requires_grad_() for x in inputs]
@@ -75,9 +73,7 @@ def test_squares_of_the_projections_add_up(mode: str, bound: str) -> None:
         by_windows = (kept.norm(dim=2)[..., None] * g.abs()).sum(1).norm()
         n.append(float(by_windows) if bound == "gradient" else 1.5 * float(g.norm()))
     dw, db, _ = gradients(model, inputs, gs)
-    true = torch.cat(
-        [(g[0].T @ x[0]) * min(1.0, 1.5 / float(x.norm())) for x, g in zip(inputs, gs, strict=True)]
-    )
+    true = torch.cat([(g[0].T @ x[0]) * min(1.0, 1.5 / float(x.norm())) for x, g in zip(inputs, gs, strict=True)])
     torch.testing.assert_close(dw, true * (1.5 * 0.7 / math.hypot(*n)), rtol=3e-3, atol=1e-6)
     sums = torch.cat([g[0].sum(0) for g in gs])
     torch.testing.assert_close(db, sums * (0.7 / float(sums.norm())), rtol=3e-3, atol=1e-6)

@@ -107,10 +107,7 @@ class Doubled(nn.Linear):
     ("layer", "what"),
     [
         (Doubled(5, 3), r"'1\.weight' belongs to a Doubled"),
-        (
-            nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)),
-            r"'1\.bias' belongs to a ParametrizedLinear",
-        ),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), r"'1\.bias' belongs to a ParametrizedLinear"),
     ],
     ids=["subclass", "parametrization"],
 )

@@ -125,9 +125,7 @@ def test_a_non_finite_example_affects_no_other(name: str, mode: str, bound: str)
     bad_g[1].view(-1)[0] = math.inf
     rest = [0, 2, 3]
     expected = gradients(model, model(x.index_select(case.axis, torch.tensor(rest))), g[rest])
-    for (parameter, most), a, b in zip(
-        bounds(model).items(), gradients(model, model(x), bad_g), expected, strict=True
-    ):
+    for (parameter, most), a, b in zip(bounds(model).items(), gradients(model, model(x), bad_g), expected, strict=True):
         assert float((a - b).norm()) <= most, parameter  # false for NaN
         if "both ways" not in name:  # the other direction of that example is finite and counts
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
@@ -224,9 +222,7 @@ def _candidates(model: nn.Module, x: Tensor, is_ids: bool) -> list[tuple[Tensor,
 
 @every_case
 @every_way
-def test_the_same_without_synchronization(
-    name: str, mode: str, bound: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_without_synchronization(name: str, mode: str, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU rows are cleared and directions removed without checking whether it is needed."""
     case = CASES[name]
     model, x = clipped(case, mode=mode, bound=bound), inputs(case, scale=1.0)
@@ -266,9 +262,7 @@ def test_windows_are_counted(name: str) -> None:
 @pytest.mark.parametrize("name", ["linear", "linear over positions", *CONVOLUTIONS])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from(["dense", "sparse"]))
-def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(
-    name: str, seed: int, kind: str
-) -> None:
+def test_the_bound_by_windows_lies_between_the_gradient_and_the_other_bounds(name: str, seed: int, kind: str) -> None:
     case = CASES[name]
     layer = case.build().double()
     a_map = Convolution(layer) if isinstance(layer, _ConvNd) else Matrix()  # type: ignore[arg-type]
@@ -383,9 +377,7 @@ def test_a_causal_hint_without_its_mask_is_refused_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
-@pytest.mark.parametrize(
-    "name", ["linear", "linear over positions", "conv2d", "padding", "lstm", "attention"]
-)
+@pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "padding", "lstm", "attention"])
 def test_an_input_whose_square_is_beyond_float32_is_clipped(name: str, bound: str) -> None:
     """In training and in evaluation: it counts as 0 in neither."""
     case = CASES[name]
@@ -420,9 +412,7 @@ def test_no_rounded_scale_exceeds_the_bound(name: str, mode: str, bound: str) ->
 @every_way
 @pytest.mark.parametrize("constant", [1.0, 1e-10])
 @pytest.mark.parametrize("name", ["linear", "linear over positions"])
-def test_no_rounded_scale_exceeds_the_bound_for_a_long_input(
-    name: str, constant: float, mode: str, bound: str
-) -> None:
+def test_no_rounded_scale_exceeds_the_bound_for_a_long_input(name: str, constant: float, mode: str, bound: str) -> None:
     """Both clips scale a gradient at once: here by 1e-45 to 1e-42 together."""
     case = CASES[name]
     model = clipped(case, mode=mode, bound=bound, input_norm=constant, grad_norm=constant).float()
@@ -458,9 +448,7 @@ def test_the_scale_of_a_huge_input_is_not_rounded_up_in_recurrent_layers(bound: 
 
 @every_way
 @pytest.mark.parametrize("name", ["linear", "linear over positions", "conv2d", "padding", "attention"])
-def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(
-    name: str, mode: str, bound: str
-) -> None:
+def test_an_input_whose_square_is_below_float32_does_not_hide_its_gradient(name: str, mode: str, bound: str) -> None:
     case = CASES[name]
     model = clipped(case, mode=mode, bound=bound).float()
     for power in (-18, -20, -22, -24, -30):
@@ -487,19 +475,11 @@ def test_a_long_gradient_where_an_image_is_blank_adds_nothing(kernel: int) -> No
 
 @pytest.mark.parametrize(
     "attributes",
-    [
-        {"padding": (2, 1)},
-        {"padding": 2, "dilation": 2},
-        {"stride": 2},
-        {"padding": "same"},
-        {"padding": "valid"},
-    ],
+    [{"padding": (2, 1)}, {"padding": 2, "dilation": 2}, {"stride": 2}, {"padding": "same"}, {"padding": "valid"}],
     ids=str,
 )
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_geometry_that_is_set_by_attributes_is_the_one_that_is_used(
-    attributes: dict[str, object], when: str
-) -> None:
+def test_a_geometry_that_is_set_by_attributes_is_the_one_that_is_used(attributes: dict[str, object], when: str) -> None:
     """Backbones set attributes to get dilated features."""
     layer = nn.Conv2d(2, 3, 3, padding=1).double()
     model = layer if when == "before" else clip_inputs(layer, input_norm=1.0, grad_norm=0.7)

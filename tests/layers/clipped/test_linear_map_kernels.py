@@ -126,9 +126,7 @@ def test_nothing_is_cleared_where_factors_are_recorded(name: str, mode: str, bou
 @pytest.mark.parametrize("name", [*NAMES, "attention"])
 @every_way
 @every_constant
-def test_no_example_adds_more_than_its_bound(
-    name: str, mode: str, bound: str, constants: dict[str, float]
-) -> None:
+def test_no_example_adds_more_than_its_bound(name: str, mode: str, bound: str, constants: dict[str, float]) -> None:
     case = CASES[name]
     ours, _ = pair(case, mode=mode, bound=bound, **constants)
     for scale in (1e-3, 1.0, 1e4):

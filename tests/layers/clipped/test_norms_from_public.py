@@ -158,9 +158,7 @@ def test_norms_of_0_are_refused_by_the_name_of_the_layer() -> None:
 def test_blank_rows_are_refused_only_if_the_quantile_is_one_of_them() -> None:
     x, y = rows()
     x[:5] = 0
-    with pytest.raises(
-        ConfigurationError, match=r"quantile 0\.5 of its norms is below 1e-10.*larger quantile"
-    ):
+    with pytest.raises(ConfigurationError, match=r"quantile 0\.5 of its norms is below 1e-10.*larger quantile"):
         norms_from_public(mlp(), losses_of, (x, y))
     assert norms_from_public(mlp(), losses_of, (x, y), quantile=0.9)["input_norm"]["0"] > 1
 
@@ -194,10 +192,7 @@ BAD: dict[str, tuple[Given, str]] = {
         (mlp, losses_of, (rows()[0][:, :7], rows()[1])),
         r"batch: loss\(model, \*batch\) does not take such rows",
     ),
-    "a detached loss": (
-        (mlp, lambda *given: losses_of(*given).detach(), rows()),
-        "loss must .* with a gradient",
-    ),
+    "a detached loss": ((mlp, lambda *given: losses_of(*given).detach(), rows()), "loss must .* with a gradient"),
     "a layer that is detached": ((Idle, losses_of, rows()), "loss: layer 'idle' takes no part"),
     "rows of something else": ((Folded, losses_of, rows()), "layer 'first' got another number of rows"),
 }
@@ -210,9 +205,7 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_the_argument(what: st
         norms_from_public(build(), loss, given)
 
 
-@pytest.mark.parametrize(
-    "quantile", ["a", None, torch.tensor(0.5), torch.tensor([0.1, 0.2]), 1j, True, math.nan]
-)
+@pytest.mark.parametrize("quantile", ["a", None, torch.tensor(0.5), torch.tensor([0.1, 0.2]), 1j, True, math.nan])
 def test_a_quantile_is_a_number_between_0_and_1(quantile: Any) -> None:
     with pytest.raises(ConfigurationError, match="quantile must be a finite number"):
         norms_from_public(mlp(), losses_of, rows(), quantile)

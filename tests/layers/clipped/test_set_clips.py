@@ -72,9 +72,7 @@ def test_invalid_constants_are_refused_and_change_nothing() -> None:
 
 def run(**options: Any) -> tuple[nn.Module, Any]:
     model = layers.clip_inputs(network(torch.float64), input_norm=2.0, grad_norm=0.5)
-    return private_run(
-        model, dataset=data(dtype=torch.float64), **{"clipping": Backprop(), "epochs": 9, **options}
-    )
+    return private_run(model, dataset=data(dtype=torch.float64), **{"clipping": Backprop(), "epochs": 9, **options})
 
 
 def test_the_noise_follows_from_the_next_batch_on() -> None:

@@ -33,9 +33,7 @@ KEY = bytes(range(32))
         (KEY, 0x09000000, 0x4A000000, 1, "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"),
     ],
 )
-def test_the_words_are_those_of_the_standard(
-    key: bytes, use: int, index: int, block: int, stream: str
-) -> None:
+def test_the_words_are_those_of_the_standard(key: bytes, use: int, index: int, block: int, stream: str) -> None:
     found = words(key, use, index, 8 * block + 4)[8 * block :]
     assert found.astype("<u8").tobytes().hex() == stream
 
@@ -87,9 +85,7 @@ def test_no_two_streams_share_a_word() -> None:
     assert len(np.unique(found)) == len(found)
 
 
-def test_without_the_package_a_run_is_refused_and_names_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_a_run_is_refused_and_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
     model = network()
     with pytest.raises(ConfigurationError, match=r"clipwise-dp\[secure\]"):

@@ -57,9 +57,7 @@ def test_what_is_decided_holds_for_every_point_of_the_cell(
 @given(u=st.integers(2**40, 2**128 - 2**40), v=st.integers(0, 2**128 - 1), exponent=st.integers(-2, 30))
 def test_128_bits_decide_all_but_a_few(u: int, v: int, exponent: int) -> None:
     ratio = 2.0**exponent
-    for answer, value in zip(
-        nearest_pair(u, v, 128, ratio), pair(*cell_middle(u, v, 128), ratio), strict=True
-    ):
+    for answer, value in zip(nearest_pair(u, v, 128, ratio), pair(*cell_middle(u, v, 128), ratio), strict=True):
         with mpmath.workdps(60):
             if abs(value - mpmath.floor(value) - mpmath.mpf(1) / 2) > ratio * 2.0**-30:
                 assert answer == nearest(value)

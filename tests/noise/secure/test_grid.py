@@ -50,10 +50,7 @@ def test_the_step_is_the_largest_power_of_two_that_is_fine_enough(
 def test_the_multiplier_stays_and_the_sensitivity_has_the_rounding(
     sensitivities: list[float], multiplier: float, size: int, alone: bool
 ) -> None:
-    plain = [
-        Part(f"{i}", (f"p{i}",), s, s * multiplier * (i + 1), alone=alone)
-        for i, s in enumerate(sensitivities)
-    ]
+    plain = [Part(f"{i}", (f"p{i}",), s, s * multiplier * (i + 1), alone=alone) for i, s in enumerate(sensitivities)]
     parts = on_grid(plain, {f"p{i}": size for i in range(len(plain))})
     z = effective_multiplier(plain)
     assert z <= effective_multiplier(parts) <= z * (1 + 1e-9)
@@ -76,9 +73,7 @@ def test_a_part_without_noise_has_no_grid_and_a_number_has_one_coordinate() -> N
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 300), apart=st.floats(0, 8), step=st.integers(-30, 3))
-def test_no_two_sums_are_further_apart_than_the_stated_bound(
-    seed: int, size: int, apart: float, step: int
-) -> None:
+def test_no_two_sums_are_further_apart_than_the_stated_bound(seed: int, size: int, apart: float, step: int) -> None:
     g = 2.0**step
     random = torch.Generator().manual_seed(seed)
     a, direction = torch.randn(2, size, dtype=torch.float64, generator=random)
@@ -135,9 +130,7 @@ def test_every_number_gets_its_own_noise_once(
     for total, steps, out, m in zip(sums, flat, found, scales or (1.0,) * 5, strict=True):
         assert out.shape == total.shape and out.dtype == dtype
         expected = (torch.round(m * total.double() / g) + steps.view_as(total)) * g / (m * divisor)
-        torch.testing.assert_close(
-            out.double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0
-        )
+        torch.testing.assert_close(out.double(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -124,9 +124,9 @@ def test_further_words_belong_to_the_pair_and_continue_with_its_bits() -> None:
     assert found != _decide(key, 6, 0, 2**63 + 12345, ratio)
 
 
-WORDS = (
-    st.integers(1, 2**64 - 1) | st.integers(0, 63).map(lambda b: 1 << b) | st.integers(1, 2**20)
-) | st.integers(1, 2**60).map(lambda n: 2**64 - n)
+WORDS = (st.integers(1, 2**64 - 1) | st.integers(0, 63).map(lambda b: 1 << b) | st.integers(1, 2**20)) | st.integers(
+    1, 2**60
+).map(lambda n: 2**64 - n)
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,11 +210,7 @@ def test_chunks_labels_steps_and_keys_give_unrelated_values() -> None:
     later.advance()
     labels = ("secure/0/0/0", "secure/0/0/1", "secure/1/0/0")
     draws = torch.stack(
-        [
-            rounded_gaussian(k.derive(label), 4 * _CHUNK, 2.0**36)
-            for k in (key, later, other)
-            for label in labels
-        ]
+        [rounded_gaussian(k.derive(label), 4 * _CHUNK, 2.0**36) for k in (key, later, other) for label in labels]
     )
     rows = draws.view(-1, 2 * _CHUNK).numpy()
     assert len(np.unique(rows)) == rows.size

@@ -45,9 +45,7 @@ def secure_run(dtype: torch.dtype = DOUBLE, **options: Any) -> tuple[nn.Module, 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size", "full"])
 @pytest.mark.parametrize("parts", ["all", "layer"])
-def test_every_released_value_is_a_multiple_of_its_part_s_grid(
-    parts: str, sampling: str, dtype: torch.dtype
-) -> None:
+def test_every_released_value_is_a_multiple_of_its_part_s_grid(parts: str, sampling: str, dtype: torch.dtype) -> None:
     options = {} if sampling == "full" else {"batch_size": 8}
     model, private = private_run(
         network(dtype),
@@ -172,9 +170,7 @@ def test_statement_ledger_and_checkpoint_know_the_kind(noise: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("first", ["standard", "secure"])
-def test_another_kind_continues_with_a_fresh_key_and_the_weaker_one_is_stated(
-    first: str, tmp_path: Path
-) -> None:
+def test_another_kind_continues_with_a_fresh_key_and_the_weaker_one_is_stated(first: str, tmp_path: Path) -> None:
     second = {"standard": "secure", "secure": "standard"}[first]
     file = tmp_path / "run.ledger"
     model, private = private_run(noise=first, ledger=file)

@@ -54,9 +54,7 @@ class Adaptive(NormPolicy):
         if self.kind == "zhang":
             self.require_lengths("kind='zhang'", "use kind='enhanced'")
 
-    def choice(
-        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Constants:
+    def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """C_h for the typical norms of the parts."""
         unit = max(e.values()) if self.kind == "enhanced" else 1.0
         return Constants(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})

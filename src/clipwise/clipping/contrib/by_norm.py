@@ -55,9 +55,7 @@ class ByNorm(NormPolicy):
                 f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; `among` selects what is grouped."
             )
 
-    def choice(
-        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Constants:
+    def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """The groups and their C_k."""
         ordered = sorted(layers, key=lambda h: e[h])  # stable: layers of one norm stay in the model's order
         cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)

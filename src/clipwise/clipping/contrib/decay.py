@@ -11,13 +11,7 @@ from torch import Tensor
 
 from clipwise.clipping.base import Site, damaged
 from clipwise.clipping.grouping import Groups, Policy
-from clipwise.clipping.thresholds import (
-    Constants,
-    NormRule,
-    ScaledConstants,
-    constants_for,
-    require_max_norm,
-)
+from clipwise.clipping.thresholds import Constants, NormRule, ScaledConstants, constants_for, require_max_norm
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import with_plain_numbers
 
@@ -62,9 +56,7 @@ class Decay(NormRule):
         with_plain_numbers(self)
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor <= 1):
-            raise ConfigurationError(
-                f"Decay: factor must be a number above 0 and at most 1, not {self.factor!r}."
-            )
+            raise ConfigurationError(f"Decay: factor must be a number above 0 and at most 1, not {self.factor!r}.")
         require_every(self.every, "Decay", never=False)
         if isinstance(self.max_norm, NormRule):
             raise ConfigurationError(

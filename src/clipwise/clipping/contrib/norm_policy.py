@@ -39,9 +39,7 @@ class NormPolicy(Policy):
     grouped_by: ClassVar[str] = "groups"
 
     @abstractmethod
-    def choice(
-        self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site
-    ) -> Constants:
+    def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """The constants for typical norms `e`. `layers` has the parameters of each h."""
 
     def constants(self, max_norm: float, site: Site) -> Constants:
@@ -50,13 +48,9 @@ class NormPolicy(Policy):
         layers = group_parameters(self._measured(), site.parameters, who)
         question = Question(site, layers, self.of, self.mini_set_size)
         typical = (
-            Estimated(self.public, question)
-            if isinstance(self.public, Released)
-            else Measured(self.public, question)
+            Estimated(self.public, question) if isinstance(self.public, Released) else Measured(self.public, question)
         )
-        return Following(
-            typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site)
-        )
+        return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
     def public_data(self) -> tuple[Public, ...]:
         return (self.public,) if isinstance(self.public, Public) else ()
@@ -74,9 +68,7 @@ class NormPolicy(Policy):
                 "number of steps with Released()."
             )
         one_of(f"{who}: of", self.of, OF)
-        is_count = (
-            isinstance(mini_set_size, int) and not isinstance(mini_set_size, bool) and mini_set_size >= 1
-        )
+        is_count = isinstance(mini_set_size, int) and not isinstance(mini_set_size, bool) and mini_set_size >= 1
         if mini_set_size is not None and not (is_count and self.of == "mini-set"):
             raise ConfigurationError(
                 f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and requires "
@@ -87,8 +79,8 @@ class NormPolicy(Policy):
         """Raise if the source is `Released`, which gives only ratios of norms."""
         if isinstance(self.public, Released):
             raise ConfigurationError(
-                f"{type(self).__name__}: {why} requires norms, but Released() estimates only their ratios: {instead}, or "
-                "pass public data."
+                f"{type(self).__name__}: {why} requires norms, but Released() estimates only their ratios: {instead}, "
+                "or pass public data."
             )
 
     def described(self) -> dict[str, Any]:

@@ -57,9 +57,7 @@ class Alone(Constants):
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
         """The vectors of each part; every vector is in exactly one."""
         if not secret:
-            raise StepError(
-                "RandomLayer has no secret key to draw from: this is an internal error, please report it."
-            )
+            raise StepError("RandomLayer has no secret key to draw from: this is an internal error, please report it.")
         digest = blake2b(secret, digest_size=16, person=b"clipwise.layer").digest()
         random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
         drawn = torch.from_numpy(random.integers(len(self.groups), size=vectors))

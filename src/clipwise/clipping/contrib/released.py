@@ -60,9 +60,7 @@ class Estimated(Typical):
     def __init__(self, rule: Released, question: Question) -> None:
         self._groups, self._memory = question.groups, float(rule.memory)
         parameters = question.site.parameters
-        self._sizes = {
-            h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()
-        }
+        self._sizes = {h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()}
         self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
         self._weight = 0.0  # total weight in the running means: 1 - memory^t
         self._squares = dict.fromkeys(question.groups, 0.0)
@@ -73,12 +71,8 @@ class Estimated(Typical):
         device = next(iter(means.values())).device
         names = [n for sizes in self._sizes.values() for n in sizes]
         if any(n not in noise for n in names):
-            raise StepError(
-                "Released(...) requires the noise of each release, which the strategy does not provide."
-            )
-        energies = torch.stack(
-            [real_view(means[n]).double().square().sum().to(device) for n in names]
-        ).tolist()
+            raise StepError("Released(...) requires the noise of each release, which the strategy does not provide.")
+        energies = torch.stack([real_view(means[n]).double().square().sum().to(device) for n in names]).tolist()
         energy = dict(zip(names, energies, strict=True))
         if not all(map(math.isfinite, energies)):
             return
@@ -94,9 +88,7 @@ class Estimated(Typical):
         if self._weight == 0:
             return False
         hidden = {h: math.sqrt(v) for h, v in self._variances.items()}
-        return self._take(
-            {h: math.sqrt(max(q, hidden[h], 0.0) / self._weight) for h, q in self._squares.items()}
-        )
+        return self._take({h: math.sqrt(max(q, hidden[h], 0.0) / self._weight) for h, q in self._squares.items()})
 
     def state_dict(self) -> dict[str, Any]:
         running = {"weight": self._weight, "squares": dict(self._squares), "variances": dict(self._variances)}

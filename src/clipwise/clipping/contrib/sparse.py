@@ -69,9 +69,7 @@ class Sparse:
         require_every(self.every, "Sparse", never=False)
         number("Sparse: within", self.within, above=0)
         if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise ConfigurationError(
-                f"Sparse: after must be a number of releases, 0 or more, not {self.after!r}."
-            )
+            raise ConfigurationError(f"Sparse: after must be a number of releases, 0 or more, not {self.after!r}.")
 
     def describe(self) -> dict[str, Any]:
         return {"every": self.every, "within": float(self.within), "after": self.after}
@@ -95,8 +93,7 @@ def active_only(
         return Contribution(Written(c.form.batch, p.shape, c.form.dtype, make), Path.identity(name, p))
 
     return PerExampleGradients(
-        gradients.batch,
-        {name: masked(name, c) if name in frozen else c for name, c in gradients.by_parameter.items()},
+        gradients.batch, {name: masked(name, c) if name in frozen else c for name, c in gradients.by_parameter.items()}
     )
 
 
@@ -108,16 +105,16 @@ class Thinned(ScaledConstants):
     def __init__(self, sparse: Sparse, inner: Constants, site: Site) -> None:
         if inner.bounds:
             raise ConfigurationError(
-                "sparse=Sparse(...) is not supported with max_norm=Quantile(...), which adapts the clipping norm: pass a "
-                "number or a Decay."
+                "sparse=Sparse(...) is not supported with max_norm=Quantile(...), which adapts the clipping norm: pass "
+                "a number or a Decay."
             )
         super().__init__(inner)
         self._within, self._parameters = float(sparse.within), site.parameters
         self._period = period_of(sparse.every, site) or 1
         if self._period < _LEAST_WINDOW:
             raise ConfigurationError(
-                f"Sparse: every={sparse.every!r} is a window of {self._period} releases, which is too short to detect a "
-                f"drift: use every={_LEAST_WINDOW} or more, preferably hundreds."
+                f"Sparse: every={sparse.every!r} is a window of {self._period} releases, which is too short to detect "
+                f"a drift: use every={_LEAST_WINDOW} or more, preferably hundreds."
             )
         self._wait = sparse.after
         self._active = {name: p.numel() for name, p in site.parameters.items()}
@@ -149,9 +146,7 @@ class Thinned(ScaledConstants):
             frozen = old | window.has_converged(name, self._within)
             self._active[name] = p.numel() - int(frozen.sum())
             if self._active[name] < before[name]:
-                self._held[name] = torch.where(
-                    old, self._held.get(name, p.detach()), window.average(name).to(p.dtype)
-                )
+                self._held[name] = torch.where(old, self._held.get(name, p.detach()), window.average(name).to(p.dtype))
                 self.frozen[name] = frozen
         return self._active != before
 
@@ -184,8 +179,7 @@ class Thinned(ScaledConstants):
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {
-            name: p.numel() - (int(masks[name].sum()) if name in masks else 0)
-            for name, p in self._parameters.items()
+            name: p.numel() - (int(masks[name].sum()) if name in masks else 0) for name, p in self._parameters.items()
         }
         return self._take_over()
 
@@ -206,8 +200,7 @@ class _Window:
     def state_dict(self) -> dict[str, Any]:
         """The sums in JSON types. They follow from releases."""
         return {"length": self.length} | {
-            kind: {name: _written(value) for name, value in found.items()}
-            for kind, found in self._kinds().items()
+            kind: {name: _written(value) for name, value in found.items()} for kind, found in self._kinds().items()
         }
 
     def _kinds(self) -> dict[str, dict[str, Tensor]]:
@@ -216,9 +209,7 @@ class _Window:
     def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """Add a release, at the weights before its update. Ignored without noise."""
         if any(name not in noise for name in self._parameters):
-            raise StepError(
-                "Sparse(...) requires the noise of each release, which the strategy does not provide."
-            )
+            raise StepError("Sparse(...) requires the noise of each release, which the strategy does not provide.")
         if any(noise[name] == 0 for name in self._parameters):
             return
         self.length += 1

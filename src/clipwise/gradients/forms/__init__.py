@@ -9,15 +9,7 @@
 A rule turns one operation into forms.
 """
 
-from clipwise.gradients.forms.base import (
-    Budget,
-    Form,
-    as_real,
-    at_least_float32,
-    chunks,
-    measured,
-    squared_norms,
-)
+from clipwise.gradients.forms.base import Budget, Form, as_real, at_least_float32, chunks, measured, squared_norms
 from clipwise.gradients.forms.outer import Outer, gram_pays_on_cuda
 from clipwise.gradients.forms.rows import Rows
 from clipwise.gradients.forms.tied import Tied

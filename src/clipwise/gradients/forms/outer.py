@@ -58,17 +58,13 @@ class Product(Form):
     keeps_exact = True  # whether a gradient written out by `tighten` may be kept for the sum
 
     def __init__(self) -> None:
-        self._exact: dict[
-            int, Tensor | None
-        ] = {}  # examples summed separately; None: written out again for the sum
+        self._exact: dict[int, Tensor | None] = {}  # examples summed separately; None: written out again for the sum
 
     @abstractmethod
     def _in_float64(self, example: int) -> Tensor:
         """One example's gradient, written out."""
 
-    def _bound(
-        self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None
-    ) -> Tensor:
+    def _bound(self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None) -> Tensor:
         """(n + c u M)^2. Below IEEE precision, stores (e M)^2 too; M may be that of `rounded_mass_B` there."""
         slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
         bound_B = (norm_B + slack_B).square()
@@ -109,12 +105,7 @@ class Outer(Product):
     """gradient_i = sum_t left_it right_it^T, of shape [m, n] or any shape with as many entries."""
 
     def __init__(
-        self,
-        left_BTm: Tensor,
-        right_BTn: Tensor,
-        shape: torch.Size | None = None,
-        *,
-        upright: bool = False,
+        self, left_BTm: Tensor, right_BTn: Tensor, shape: torch.Size | None = None, *, upright: bool = False
     ) -> None:
         """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight."""
         super().__init__()

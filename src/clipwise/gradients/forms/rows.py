@@ -15,13 +15,7 @@ class Rows(Form):
     """Entry k adds the row g_k to row id_k of example i_k's table of V rows."""
 
     def __init__(
-        self,
-        example_K: Tensor,
-        ids_K: Tensor,
-        g_Kn: Tensor,
-        batch: int,
-        table: torch.Size,
-        each: int | None = None,
+        self, example_K: Tensor, ids_K: Tensor, g_Kn: Tensor, batch: int, table: torch.Size, each: int | None = None
     ) -> None:
         """`table` is the parameter's shape, of V * n entries in any arrangement.
 

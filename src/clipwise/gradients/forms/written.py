@@ -113,9 +113,7 @@ def real(form: Form) -> Form:
     """The real part of complex gradients, for forms that write them out."""
     if not form.dtype.is_complex:
         return form
-    return Written(
-        form.batch, form.shape, form.dtype.to_real(), lambda examples: form.instantiate(examples).real
-    )
+    return Written(form.batch, form.shape, form.dtype.to_real(), lambda examples: form.instantiate(examples).real)
 
 
 class Permuted(Form):

@@ -126,9 +126,7 @@ def _form_on_cuda(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
     return Permuted(written, (0, len(shape) - 1, *range(1, len(shape) - 1)))
 
 
-def _written(
-    x_Bk: Tensor, g_Bk: Tensor, shape: torch.Size, gradients: Gradients, piece: int | None = None
-) -> Written:
+def _written(x_Bk: Tensor, g_Bk: Tensor, shape: torch.Size, gradients: Gradients, piece: int | None = None) -> Written:
     def make(examples: slice) -> Tensor:
         return gradients(x_Bk[examples], g_Bk[examples])
 

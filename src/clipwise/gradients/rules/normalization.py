@@ -45,9 +45,7 @@ def _along_features(shapes: Shapes, x: Tensor | None, mean: Tensor | None, rstd:
         g_BTd = layout.rows(g.flatten(first))
         if x is None:
             return {operand: _of(position_sums(g_BTd), shape) for operand in shapes}
-        mean_BT, rstd_BT = (
-            None if t is None else layout.rows(t.flatten(first)).squeeze(2) for t in (mean, rstd)
-        )
+        mean_BT, rstd_BT = (None if t is None else layout.rows(t.flatten(first)).squeeze(2) for t in (mean, rstd))
         assert rstd_BT is not None
         sums = layer_norm_sums(g_BTd, layout.rows(x.flatten(first)), mean_BT, rstd_BT)
         return {operand: _of(sums[operand - 1], shape) for operand in shapes}

@@ -43,9 +43,7 @@ def mm(node: Node, shapes: Shapes) -> Finish:
     return lambda g, layout: _factors(g, left, right, layout, 0)
 
 
-def _factors(
-    g: Tensor, left: Tensor | None, right: Tensor | None, layout: Layout, first: int
-) -> dict[int, Form]:
+def _factors(g: Tensor, left: Tensor | None, right: Tensor | None, layout: Layout, first: int) -> dict[int, Form]:
     """out = left @ right, operands `first` and `first + 1`. The operand with a given partner is requested."""
     forms: dict[int, Form] = {}
     if right is not None:  # examples along the columns: gradient of left is sum_t g_t conj(right_t)^T

@@ -31,14 +31,7 @@ from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import ClippedLayer, is_plain
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.linear_map import ClippedMap, MapRole, Seen, looked_at, mapped, pulled_back
-from clipwise.layers.clipped.scales import (
-    Constants,
-    clipped_input,
-    fits,
-    kernel_scales,
-    upstream_scales,
-    weighted_rows,
-)
+from clipwise.layers.clipped.scales import Constants, clipped_input, fits, kernel_scales, upstream_scales, weighted_rows
 
 THIRDS = 3
 
@@ -48,13 +41,7 @@ class ClippedProjections(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        role: MapRole,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None, role: MapRole
     ) -> tuple[Tensor, ...]:
         ctx.role, ctx.examples, ctx.axis = role, len(query), 0
         seen: dict[int, Seen] = {}  # in self-attention the three inputs are one tensor
@@ -64,9 +51,7 @@ class ClippedProjections(torch.autograd.Function):
         each = [seen[id(x)] for x in (query, key, value)]
         biases = [None] * THIRDS if bias is None else bias.chunk(THIRDS)
         ctx.save_for_backward(*(t for one in each for t in one), weight)
-        return tuple(
-            mapped(one, w, b, role) for one, w, b in zip(each, weight.chunk(THIRDS), biases, strict=True)
-        )
+        return tuple(mapped(one, w, b, role) for one, w, b in zip(each, weight.chunk(THIRDS), biases, strict=True))
 
     @staticmethod
     @once_differentiable
@@ -82,9 +67,7 @@ class ClippedProjections(torch.autograd.Function):
         nu_B, db = _projection_factors(role, gs, each, needs_w, needs_b)
         dw = torch.empty_like(weight) if needs_w else None
         passed = []
-        for k, (g, one, w, needs_x) in enumerate(
-            zip(gs, each, weight.chunk(THIRDS), needs_inputs, strict=True)
-        ):
+        for k, (g, one, w, needs_x) in enumerate(zip(gs, each, weight.chunk(THIRDS), needs_inputs, strict=True)):
             dx, third = pulled_back(role, g, one, w, nu_B, needs_x, needs_w)
             passed.append(dx)
             if dw is not None and third is not None:
@@ -99,9 +82,7 @@ def _projection_factors(
     c = role.constants
     by_windows = each[0].lengths_BGP is not None
     found = [
-        measures(
-            role.map.channels(g), one.lengths_BGP, total=needs_bias, mass=needs_bias, square=not by_windows
-        )
+        measures(role.map.channels(g), one.lengths_BGP, total=needs_bias, mass=needs_bias, square=not by_windows)
         for g, one in zip(gs, each, strict=True)
     ]
     if by_windows:  # lengths of the unclipped inputs
@@ -134,9 +115,7 @@ class ClippedAttention(ClippedLayer):
     # Keeps torch's encoder layers from their fast path, which reads the weights and skips this module.
     _qkv_same_embed_dim = False
 
-    def __init__(
-        self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = ""
-    ) -> None:
+    def __init__(self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         own_size = not layer._qkv_same_embed_dim
         for is_there, problem in (
@@ -178,9 +157,7 @@ class ClippedAttention(ClippedLayer):
         inputs = [self.require_examples(t, least=3) for t in (query, key, value)]
         q, k, v = map(self._heads, self._projected(inputs))
         if is_causal and attn_mask is None:  # is_causal is only a hint about the mask, as in torch
-            raise ConfigurationError(
-                f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well."
-            )
+            raise ConfigurationError(f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well.")
         mask = _joined(attn_mask, key_padding_mask, q, query.shape[0], layer.num_heads)
         dropout = layer.dropout if self.training else 0.0
         weights = None
@@ -221,9 +198,7 @@ class ClippedAttention(ClippedLayer):
         return z
 
 
-def _joined(
-    mask: Tensor | None, padding: Tensor | None, like: Tensor, batch: int, heads: int
-) -> Tensor | None:
+def _joined(mask: Tensor | None, padding: Tensor | None, like: Tensor, batch: int, heads: int) -> Tensor | None:
     """The sum of both masks as additive scores, [B or 1, heads or 1, T or 1, S]."""
     found = None
     if mask is not None:

@@ -91,9 +91,7 @@ def clip_inputs(
         )
         count = uses.get(name, 1)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(
-                f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}."
-            )
+            raise ConfigurationError(f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}.")
         clipped = _KINDS[type(layer)](layer, constants, count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
@@ -102,9 +100,7 @@ def clip_inputs(
     return exchange_modules(model, new)
 
 
-def set_clips(
-    model: nn.Module, *, input_norm: Numbers | None = None, grad_norm: Numbers | None = None
-) -> None:
+def set_clips(model: nn.Module, *, input_norm: Numbers | None = None, grad_norm: Numbers | None = None) -> None:
     """Change the constants of clipped layers, in place. Another C1 changes the function of the network.
 
     A private run continues with noise for the new constants from the next batch on. Constants must not change between
@@ -180,6 +176,4 @@ def require_layers(
     if unknown := [name for name in given if name not in found]:
         raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")
     if complete and (missing := [name for name in found if name not in given]):
-        raise ConfigurationError(
-            f"{argument}: give a number for layer {missing[0]!r} too, or one number for all."
-        )
+        raise ConfigurationError(f"{argument}: give a number for layer {missing[0]!r} too, or one number for all.")

@@ -79,9 +79,8 @@ class ClippedLayer(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         c = self.constants
-        return (
-            f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}"
-            + (f", uses={self.uses}" if self.uses > 1 else "")
+        return f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}" + (
+            f", uses={self.uses}" if self.uses > 1 else ""
         )
 
     def require_examples(self, x: object, least: int) -> Tensor:

@@ -66,9 +66,7 @@ def upstream_factors(
     else:
         most, cover = of.upstream_times(x_shape)
         has_mass = clips_weights and not by_windows and most is not None
-        found = measures(
-            g_BKR, lengths_BGP, total=needs_bias, mass=needs_bias or has_mass, square=not by_windows
-        )
+        found = measures(g_BKR, lengths_BGP, total=needs_bias, mass=needs_bias or has_mass, square=not by_windows)
         if by_windows:
             norms = Norms(found.weighted, times=seen.scale_B)
         else:

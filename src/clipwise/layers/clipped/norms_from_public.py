@@ -31,11 +31,7 @@ class Norms(TypedDict):
 
 
 def norms_from_public(
-    model: nn.Module,
-    loss: Callable[..., Tensor],
-    batch: Sequence[Any],
-    quantile: float = 0.5,
-    bound: str = "gradient",
+    model: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any], quantile: float = 0.5, bound: str = "gradient"
 ) -> Norms:
     """C1 and C2 of every layer: a quantile of the norms of public examples at the current weights.
 
@@ -69,17 +65,14 @@ def norms_from_public(
     input_norm = dict.fromkeys(names, _NO_LIMIT)
     for _ in names:
         inputs = _measured(probe, loss, batch).inputs
-        found = {
-            name: _constant(each, quantile, f"what goes into layer {name!r}") for name, each in inputs.items()
-        }
+        found = {name: _constant(each, quantile, f"what goes into layer {name!r}") for name, each in inputs.items()}
         if found == input_norm:
             break
         input_norm = found
         set_clips(probe, input_norm=input_norm)
     ratios = _measured(probe, loss, batch).ratios
     grad_norm = {
-        name: _constant(ratios[name], quantile, f"what comes back to layer {name!r}", times=_NO_LIMIT)
-        for name in names
+        name: _constant(ratios[name], quantile, f"what comes back to layer {name!r}", times=_NO_LIMIT) for name in names
     }
     return Norms(input_norm=input_norm, grad_norm=grad_norm)
 
@@ -95,9 +88,7 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
     parameters = [p for p in probe.parameters() if p.requires_grad]
     names = [m.name for m in probe.modules() if isinstance(m, ClippedLayer)]
     inputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    of_kind: dict[str, dict[str, list[Tensor]]] = {
-        kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)
-    }
+    of_kind: dict[str, dict[str, list[Tensor]]] = {kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)}
     at = ""
 
     def watch(node: Any, g: Tensor) -> None:
@@ -146,9 +137,7 @@ def _losses(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any])
     if not len(losses):
         raise ConfigurationError("batch holds no example: give public rows to measure norms on.")
     if not losses.requires_grad:
-        raise ConfigurationError(
-            "loss must return losses with a gradient: leave out detach() and torch.no_grad()."
-        )
+        raise ConfigurationError("loss must return losses with a gradient: leave out detach() and torch.no_grad().")
     return losses
 
 

@@ -156,9 +156,7 @@ class ClippedRecurrent(ClippedLayer):
 
     def _take(self, constants: Constants) -> None:
         directions = ("", "_reverse") if self.layer.bidirectional else ("",)
-        suffixes = [
-            f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions
-        ]
+        suffixes = [f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions]
         self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}
 
     def bounds(self) -> Mapping[str, float]:

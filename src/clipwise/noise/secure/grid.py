@@ -24,9 +24,7 @@ def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
 
     An empty part (d = 0) gets the step of d = 1.
     """
-    limit = max(
-        FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(max(size, 1)), COARSER_THAN_NOISE * noise_std
-    )
+    limit = max(FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(max(size, 1)), COARSER_THAN_NOISE * noise_std)
     _, exponent = math.frexp(limit)  # limit = m 2^exponent, m in [1/2, 1)
     return math.ldexp(0.5, exponent)
 
@@ -68,8 +66,6 @@ def noised_on_grid(
         for piece, total in zip(pieces, bucket, strict=True):
             m = multipliers[len(found)]
             # m / g is not rounded, since g is a power of two.
-            steps = (
-                total.double().mul_(m / step).clamp_(-LARGEST, LARGEST).round_().add_(piece.view_as(total))
-            )
+            steps = total.double().mul_(m / step).clamp_(-LARGEST, LARGEST).round_().add_(piece.view_as(total))
             found.append(steps.div_(divisor / step).div_(m).to(dtype))
     return found
