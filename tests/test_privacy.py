@@ -1,4 +1,4 @@
-"""The algebra of parts and events."""
+"""Parts, events and the joint noise multiplier."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def squared_noise(sizes: list[tuple[float, int]], stds: list[float]) -> float:
 
 
 @given(several, multipliers, splits)
-def test_every_split_gives_the_asked_multiplier(sizes: list[tuple[float, int]], z: float, split: str) -> None:
+def test_every_split_gives_the_given_multiplier(sizes: list[tuple[float, int]], z: float, split: str) -> None:
     assert effective_multiplier(parts_of(sizes, z, split)) == pytest.approx(z, rel=1e-9)
 
 
@@ -113,7 +113,7 @@ def test_a_part_without_noise_leaves_nothing_private() -> None:
     with_noise, without = Part("a", (), 1.0, 1.0), Part("b", (), 1.0, 0.0)
     assert effective_multiplier([with_noise, without]) == 0
     assert split_noise([1, 2], [3, 4], 0.0, "optimal") == [0, 0]
-    assert effective_multiplier([with_noise, Part("c", (), 0.0, 0.0)]) == 1  # a part of sensitivity 0 needs no noise
+    assert effective_multiplier([with_noise, Part("c", (), 0.0, 0.0)]) == 1  # a part with sensitivity 0 needs no noise
     assert effective_multiplier([]) == math.inf
 
 

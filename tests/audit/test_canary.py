@@ -115,7 +115,7 @@ def test_a_claim_that_is_too_good_is_ruled_out(monkeypatch: pytest.MonkeyPatch) 
 def test_both_curves_are_in_one_picture(tmp_path: Any) -> None:
     report = audit.canary(*one_release(), runs=2)
     report.draw(tmp_path / "audit.svg")
-    assert "an attack reached" in _text(tmp_path / "audit.svg")
+    assert "measured attack" in _text(tmp_path / "audit.svg")
 
 
 def _text(path: Any) -> str:

@@ -171,5 +171,5 @@ def test_runs_that_joined_are_several_runs(tmp_path: Path) -> None:
         assert "61 releases of 2 runs together" in result.stdout
         assert "hold if all runs were fixed before the first release" in result.stdout
     text = clipwise("statement", path).stdout
-    assert "2 runs have charged this ledger" in text and "renyi-filter" in text
+    assert "2 runs share this ledger" in text and "renyi-filter" in text
     assert "if all runs were fixed before the first release" in text

@@ -36,7 +36,7 @@ POLICIES = (
 
 
 def policy(name: str, public: Public, every: Any = 1) -> Policy:
-    """The policy of that name, which adapts after every release unless told otherwise."""
+    """The policy of that name, which adapts after every release by default."""
     mine: dict[str, Policy] = {
         "enhanced": Adaptive(public, every=every),
         "enhanced of mini-sets": Adaptive(public, of="mini-set", every=every),

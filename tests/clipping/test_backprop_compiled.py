@@ -31,7 +31,7 @@ every_way = pytest.mark.parametrize(("mode", "bound"), WAYS)
 def exact_run(
     mode: str = "clip", bound: str = "gradient", dataset: Any = None, model: nn.Module | None = None, **options: Any
 ) -> tuple[nn.Module, Private]:
-    """In float64 and without noise, so that two ways to the same sum can be told from two sums."""
+    """In float64 and without noise, so that rounding and noise do not hide a difference."""
     model = network(torch.float64) if model is None else model
     model = layers.clip_inputs(model, input_norm=2.0, grad_norm=0.5, mode=mode, bound=bound)
     defaults = {"noise_multiplier": 0, "seed": 3, "clipping": Backprop(), "epochs": 9}
@@ -113,7 +113,7 @@ def test_other_constants_are_captured_anew(recorded: list[Recorded]) -> None:
 
 
 def test_other_constants_with_the_same_noise_are_captured_anew(recorded: list[Recorded]) -> None:
-    """C1 C2 stays, and there is no bias: noise does not tell them apart."""
+    """C1 C2 stays, and there is no bias: the noise is the same."""
 
     def without_bias() -> nn.Module:
         torch.manual_seed(0)

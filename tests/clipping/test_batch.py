@@ -63,13 +63,13 @@ def test_other_arguments_are_checked() -> None:
         Batch(split="half")
     with pytest.raises(ConfigurationError, match="local_update must be a function"):
         Batch(local_update=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"Quantile.*not for Batch"):
+    with pytest.raises(ConfigurationError, match=r"Batch does not support max_norm=Quantile"):
         attached(Batch(Quantile()), model())
     with pytest.raises(ConfigurationError, match="parts"):
         attached(Batch(parts="both"), model())
 
 
-def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
+def test_the_configuration_is_json_and_distinguishes_runs() -> None:
     def update(model: nn.Module, mini_set: Any) -> None: ...
 
     every = [
@@ -89,16 +89,16 @@ def test_the_configuration_is_plain_and_tells_runs_apart() -> None:
 
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
 @pytest.mark.parametrize("unit", list(Unit))
-@pytest.mark.parametrize("k", [1, 5, 501, 1000])  # of 501 mini-sets most have two records, and some have one
+@pytest.mark.parametrize("k", [1, 5, 501, 1000])  # of 501 microbatches most have two records, and some have one
 def test_the_sensitivity_of_every_unit(adjacency: Adjacency, unit: Unit, k: int) -> None:
-    """2 C for a record among others; of a unit that is its mini-set, C under zero-out."""
+    """2 C for a record among others; C under zero-out if the unit is the microbatch."""
     clipper = attached(Batch(3.0, k), model(), adjacency, unit)
     alone = unit is not Unit.RECORD or k == 1000  # the site has a thousand records
     assert clipper.bounds[0].sensitivity == (3.0 if alone and adjacency is Adjacency.ZERO_OUT else 6.0)
 
 
 def test_the_divisor_is_the_expected_number_of_mini_sets() -> None:
-    """Ten records are expected; a batch never has more mini-sets than records."""
+    """Ten records are expected; a batch never has more microbatches than records."""
     assert [attached(Batch(1.0, k), model()).divisor for k in (1, 5, 10, 1000)] == [1, 5, 10, 10]
     assert attached(Batch(), model(), Adjacency.ZERO_OUT, Unit.USER).divisor == 10
     assert attached(Batch(1.0, 4, parts=RandomLayer()), model()).divisor == 4 / 2
@@ -145,7 +145,7 @@ def test_what_is_not_finite_adds_nothing(bad: float) -> None:
 def test_a_parameter_without_a_part_is_named() -> None:
     on = model()
     on.register_parameter("idle", nn.Parameter(torch.zeros(2)))
-    with pytest.raises(UnsupportedModelError, match="'idle' takes no part"):
+    with pytest.raises(UnsupportedModelError, match="do not depend on trainable parameter 'idle'"):
         attached(Batch(), on).clipped_sum(losses(on))
 
 
@@ -199,7 +199,7 @@ def test_weights_that_float32_holds_in_part_count_as_0() -> None:
 
 
 def test_a_weight_and_a_product_are_rounded_within_the_margin() -> None:
-    """In float32 both may go up: found by search, and past C where only one of them had room."""
+    """In float32 both may round up; a margin for only one of them would be exceeded (found by search)."""
     C, value = 0.531545636702378, 52.785825575463925
     on = {"w": nn.Parameter(torch.zeros(1))}
     found = Batch(C).attach(site(on)).clipped_sum((on["w"] * value).sum())
@@ -208,7 +208,7 @@ def test_a_weight_and_a_product_are_rounded_within_the_margin() -> None:
 
 
 def test_changes_in_float32_of_parameters_in_float64() -> None:
-    """There is room for the rounding of float64 only."""
+    """The margin covers the rounding of float64 only."""
     on = {"w": nn.Parameter(torch.zeros(300, dtype=torch.float64))}
     for seed in range(20):
         change = torch.randn(300, generator=torch.Generator().manual_seed(seed))
@@ -217,7 +217,7 @@ def test_changes_in_float32_of_parameters_in_float64() -> None:
         assert found["w"].dtype == torch.float64 and 1 - 1e-9 < norm(found) <= 1
 
 
-def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:
+def test_a_part_of_two_types_has_the_margin_of_the_coarser_one() -> None:
     for seed in range(10):
         random = torch.Generator().manual_seed(seed)
         on = {"a": nn.Parameter(torch.zeros(300)), "b": nn.Parameter(torch.zeros(2, dtype=torch.float64))}
@@ -228,7 +228,7 @@ def test_a_part_of_two_types_has_room_for_the_coarser_one() -> None:
 
 
 @pytest.mark.parametrize(("size", "unit"), [(10**6, Unit.RECORD), (2, Unit.USER)], ids=str)
-def test_in_float64_there_is_room_for_long_sums(size: int, unit: Unit) -> None:
+def test_in_float64_the_margin_covers_long_sums(size: int, unit: Unit) -> None:
     """d u for the squares of a norm, k^2 u for the sum of k users: the site has a thousand of them."""
     on = {"w": nn.Parameter(torch.zeros(size, dtype=torch.float64))}
     found = Batch(1.0).attach(site(on, Adjacency.ZERO_OUT, unit)).clipped_sum(on["w"].sum() * 100)
@@ -302,7 +302,7 @@ def test_a_returned_change_is_taken_by_name() -> None:
     ("answer", "words"),
     [
         (3, "mapping.*not int"),
-        ({"nope": torch.zeros(1)}, "'nope'.*no trainable parameter"),
+        ({"nope": torch.zeros(1)}, "'nope'.*not a trainable parameter"),
         ({"0.bias": torch.zeros(2)}, r"'0.bias'.*shape \(3,\)"),
         ({"0.bias": [1, 2, 3]}, "'0.bias'"),
         ({"0.bias": torch.zeros(3, dtype=torch.long)}, "'0.bias'"),

@@ -70,7 +70,7 @@ PARTS: dict[str, Any] = {
     "by norm, released": lambda: ByNorm(Released(), groups=2, every=1),
     "random layer": lambda: RandomLayer(),
 }
-UNITS = {"whole batch": 1, "mini-sets": 4, "users": None}
+UNITS = {"whole batch": 1, "microbatches": 4, "users": None}
 OPTIONS = ("local update", "decay", "sparse", "statistics", "views", "equal")
 ALL = [
     (parts, unit, tuple(itertools.compress(OPTIONS, chosen)))
@@ -101,7 +101,7 @@ def multiplier(parts: list[Part]) -> float:
 
 
 @pytest.mark.parametrize(("parts", "unit", "options"), SOME, ids=str)
-def test_every_step_has_the_multiplier_that_was_asked_for(parts: str, unit: str, options: tuple[str, ...]) -> None:
+def test_every_step_has_the_given_multiplier(parts: str, unit: str, options: tuple[str, ...]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
@@ -118,7 +118,7 @@ def test_every_step_has_the_multiplier_that_was_asked_for(parts: str, unit: str,
         averaged_views=augmentation.Views(2, augmentation.Flip()) if "views" in options else 1,
         seed=1,
     )
-    factor = 1 if is_user else 2  # a user is all of their mini-set; a record can turn its own round
+    factor = 1 if is_user else 2  # a user is a whole microbatch; a record can reverse the mean of its own
     while private.steps < STEPS:
         for batch in private.loader.pieces():
             if "local update" in options:

@@ -87,8 +87,8 @@ def test_a_module_is_no_prefix_of_another_ones_name() -> None:
         ("layers", "'layers' is not known"),
         ([["embed", "block"]], "'head.weight' is in no part"),
         ([["embed", "block", "head"], ["head.weight"]], "'head.weight' is in several parts"),
-        ([["embed", "block", "head", "tail"]], "'tail' is no trainable parameter"),
-        ([["embed", "block", "head"], []], "'group 1' holds no parameter"),
+        ([["embed", "block", "head", "tail"]], "'tail' is not a trainable parameter"),
+        ([["embed", "block", "head"], []], "'group 1' has no parameters"),
         ({"a": ["embed", "block"], "b": ["block.attn", "head"]}, "in several parts"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Bounded weights: what is asked for, what is refused by name, and what stays true from step to step."""
+"""Lipschitz: settings, errors, and invariants over steps."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def looking(model: nn.Module, private: Private, count: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [train, looking])
-def test_it_goes_on_bit_for_bit(steps: Steps, tmp_path: Path) -> None:
+def test_it_resumes_bit_for_bit(steps: Steps, tmp_path: Path) -> None:
     whole, private = run(seed=3, averaged=0.5)
     steps(whole, private, 6)
     model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
@@ -262,9 +262,9 @@ def test_norms_of_a_checkpoint_are_not_believed() -> None:
     model, private = run()
     train(model, private, 2)
     state = private.state_dict()
-    told = state["configuration"]["strategy"]["weight_norms"]
-    told["_1"]["weight"] *= 0.9995
-    told["_3"]["operator" if "operator" in told["_3"] else "frobenius"] *= 0.5
+    saved = state["configuration"]["strategy"]["weight_norms"]
+    saved["_1"]["weight"] *= 0.9995
+    saved["_3"]["operator" if "operator" in saved["_3"] else "frobenius"] *= 0.5
     other, second = run()
     other.load_state_dict(model.state_dict())
     with pytest.warns(match="fresh secret"):
@@ -272,7 +272,7 @@ def test_norms_of_a_checkpoint_are_not_believed() -> None:
     next(iter(second.loader))
     fresh = bounds_of(trace(other, (FEATURES,)), 2**0.5).sensitivities
     assert all(p.sensitivity >= fresh[p.name] * (1 - 1e-12) for p in second.parts())
-    del told["_3"]
+    del saved["_3"]
     other, third = run()
     other.load_state_dict(model.state_dict())
     with pytest.raises(CheckpointError, match="norms of the weights"):
@@ -355,12 +355,12 @@ def test_the_statement_says_that_bounds_follow_the_weights() -> None:
     model, private = run()
     train(model, private, 1)
     text = str(private.statement())
-    assert "bounds follow the released weights" in text and "bounded by the norms of the weights" in text
-    assert "every step's graph is compared" in text.replace("\n", " ")
+    assert "bounds are recomputed from the released weights" in text and "bounded by the norms of the weights" in text
+    assert "the graph of every step is compared" in text.replace("\n", " ")
     model, private = run(strategy={"fixed": True})
     train(model, private, 1)
     fixed = str(private.statement())
-    assert "follow the released weights" not in fixed
+    assert "recomputed from the released weights" not in fixed
     assert "rescaled to max_weight_norm" in " ".join(fixed.split())
 
 
@@ -421,7 +421,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another input norm": ({"input_norm": 1.0}, "clips its inputs to 2"),
     "no input norm": ({"input_norm": None}, "input_norm=None, but the model clips its inputs to 2"),
     "an input norm of 0": ({"input_norm": 0.0}, "input_norm must be a finite number that is greater than 0"),
-    "a policy": ({"parts": RandomLayer()}, r"parts=RandomLayer\(\.\.\.\) chooses bounds for clipping gradients"),
+    "a policy": ({"parts": RandomLayer()}, r"parts=RandomLayer\(\.\.\.\) chooses clipping norms for gradients"),
     "norm": ({"norm": "nuclear"}, "norm='nuclear'"),
     "split": ({"split": "fair"}, "split='fair'"),
     "loss": ({"loss": F.cross_entropy}, "BoundedLoss"),
@@ -460,10 +460,10 @@ def step_with(change: Any, **options: Any) -> None:
 BAD_STEPS: dict[str, tuple[Any, type[Exception], str]] = {
     "no outputs": (lambda m, x, loss, o: (loss,), StepError, "outputs=outputs"),
     "a penalty": (lambda m, x, loss, o: (loss + m[1].weight.norm(), o), StepError, r"'1\.weight'.*penalty"),
-    "two passes": (lambda m, x, loss, o: (loss, m(x)), StepError, "another way than through outputs"),
+    "two passes": (lambda m, x, loss, o: (loss, m(x)), StepError, "other than through outputs"),
     "coupled": (lambda m, x, loss, o: (loss - loss.mean() / 2, o), CoupledExamplesError, "outputs of another"),
     "weighted by all": (lambda m, x, loss, o: (loss * loss.sum(), o), CoupledExamplesError, "outputs of another"),
-    "hidden values": (lambda m, x, loss, o: (loss + m[:2](x).sum(1), o), StepError, "another way"),
+    "hidden values": (lambda m, x, loss, o: (loss + m[:2](x).sum(1), o), StepError, "other than through outputs"),
     "scaled outputs": (lambda m, x, loss, o: ((3 * o).sum(1), 3 * o), UnsupportedModelError, "traced model"),
     "no tensor": (lambda m, x, loss, o: (loss, [o]), StepError, "outputs"),
     "fewer rows": (lambda m, x, loss, o: (loss, o[:-1]), UnsupportedModelError, "outputs"),
@@ -607,7 +607,7 @@ def test_a_step_refuses_a_model_that_is_no_longer_what_was_traced() -> None:
         train(model, private, 1)
 
 
-def test_a_loss_may_not_meet_the_targets_of_others() -> None:
+def test_a_loss_may_not_depend_on_the_targets_of_others() -> None:
     def repeated(m: Any, x: Tensor, losses: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
         targets = torch.arange(len(x))  # whole numbers: no probe of the inputs moves them
         return (o.sum(1, keepdim=True) - targets).abs().sum(1), o

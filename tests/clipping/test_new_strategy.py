@@ -60,7 +60,7 @@ def test_it_trains_and_states_what_it_is(tmp_path: Path) -> None:
     assert private.statement().to_dict()["strategy"] == {"strategy": "squash", "max_norm": 0.5}
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     options: dict[str, Any] = {"clipping": Squash(), "seed": 1, "ledger": tmp_path / "run.ledger"}
     straight, twin = private_run(**{**options, "ledger": None})
     train(straight, twin, 6)
@@ -100,14 +100,14 @@ def test_check_accepts_it() -> None:
     assert check(network(), lambda m, x, y: losses_of(m, (x, y)), data().tensors, clipping=Squash()).ok
 
 
-def test_a_statement_without_its_code_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statement_without_its_code_has_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
     _, private = private_run(clipping=Squash())
     train(private._context.model, private, 1)
     assert "squash" not in str(private.statement().assumptions())
     monkeypatch.delitem(base._RECORDED, "squash")
-    assert "the strategy 'squash' keeps the sensitivities" in str(private.statement().assumptions())
+    assert "the strategy 'squash' satisfies its recorded sensitivities" in str(private.statement().assumptions())
 
 
 def test_two_strategies_cannot_have_one_name() -> None:
-    with pytest.raises(ConfigurationError, match="'batch' is the name of Batch"):
+    with pytest.raises(ConfigurationError, match="'batch' is already the name of Batch"):
         type("Copied", (Squash,), {"name": "batch"})

@@ -43,7 +43,7 @@ def with_sizes(found: list[tuple[float, int]], alone: bool = False) -> tuple[lis
 @pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE])
 @pytest.mark.parametrize("split", ["optimal", "equal"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_policy_has_the_multiplier_that_was_asked_for(name: str, split: str, adjacency: Adjacency) -> None:
+def test_every_policy_has_the_given_multiplier(name: str, split: str, adjacency: Adjacency) -> None:
     on, z = small_model(), 0.83
     clipper = PerExample(0.4, policy(name, public()), split).attach(site(on, adjacency))
     parts = noised_parts(clipper.bounds, trainable(on), z, split, clipper.divisor)
@@ -93,7 +93,7 @@ def test_what_is_no_split_is_refused() -> None:
 
 def test_weights_of_parts_that_a_unit_moves_alone_are_refused() -> None:
     bounds, on = with_sizes([(1.0, 3), (2.0, 5)], alone=True)
-    with pytest.raises(ConfigurationError, match="weights do not go with RandomLayer"):
+    with pytest.raises(ConfigurationError, match="weights are not supported with RandomLayer"):
         noised_parts(bounds, on, 1.0, {"0": 1.0, "1": 2.0}, 10.0)
 
 

@@ -296,7 +296,7 @@ def test_a_local_update_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["none", "frozen"])
 def test_a_model_without_such_layers_is_refused(kind: str) -> None:
     model = nn.Linear(3, 1) if kind == "none" else network().eval()
-    with pytest.raises(ConfigurationError, match="finds no layer"):
+    with pytest.raises(ConfigurationError, match="found no layer"):
         attached(model)
 
 
@@ -341,5 +341,5 @@ def test_a_layer_that_takes_no_part_is_an_error_by_name() -> None:
 
     model = Skips()
     clipper = attached(model)
-    with pytest.raises(UnsupportedModelError, match="'statistics of idle' takes no part in the losses"):
+    with pytest.raises(UnsupportedModelError, match="'statistics of idle' is not in the graph of the losses"):
         clipper.clipped_sum(model(torch.randn(4, 3)))

@@ -151,7 +151,7 @@ class Turned(nn.Module):
 
 def test_rows_that_are_no_examples_are_refused_by_name() -> None:
     model = Folded()
-    with pytest.raises(UnsupportedModelError, match="'statistics of norm' does not get one row an example"):
+    with pytest.raises(UnsupportedModelError, match="'statistics of norm' does not get one row per example"):
         attached(model).clipped_sum(model(torch.randn(6, 4)))
 
 
@@ -252,7 +252,7 @@ def test_views_and_other_layers_are_refused() -> None:
     model = small()
     clipping = PerExample(1.0, running_statistics=NoisedStatistics())
     for views in (2, augmentation.Views(2)):
-        with pytest.raises(ConfigurationError, match=r"averaged_views does not go with.*running_statistics"):
+        with pytest.raises(ConfigurationError, match=r"averaged_views is not supported with.*running_statistics"):
             private_run(model, clipping=clipping, averaged_views=views)
     with pytest.raises(ConfigurationError, match="with_released_statistics"):
         private_run(clipping=clipping)

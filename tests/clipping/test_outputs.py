@@ -90,7 +90,7 @@ def test_what_is_not_a_number_is_put_to_the_test() -> None:
     assert not gradients_at_outputs(losses, o, {}).are_coupled
 
 
-def test_outputs_that_are_one_of_several_results_are_told_apart() -> None:
+def test_outputs_that_are_one_of_several_results_are_distinguished() -> None:
     first, second = torch.randn(2, 5, 4, requires_grad=True).unbind()
     losses = F.cross_entropy(second, Y, reduction="none")
     assert is_row_by_row(gradient(losses, second), losses, second, torch.ones(5))

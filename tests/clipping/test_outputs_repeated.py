@@ -29,7 +29,7 @@ def outputs(size: int, *shape: int) -> Tensor:
         (lambda o, y: (o @ y.unsqueeze(0)).abs().sum(1), (1,)),
     ],
 )
-def test_outputs_that_meet_all_targets_are_refused(loss: Loss, shape: tuple[int, ...]) -> None:
+def test_outputs_broadcast_against_all_targets_are_refused(loss: Loss, shape: tuple[int, ...]) -> None:
     for size in (2, 3, 7):
         o, y = outputs(size, *shape), torch.randn(size)
         with pytest.raises(CoupledExamplesError, match="targets of all"):
@@ -59,6 +59,6 @@ def test_a_constant_that_happens_to_be_the_batch_size_is_known_from_other_batche
     for size in (4, 5):
         o = outputs(size, 1)
         look.require_none((o - thresholds).abs().sum(1), o)
-    with pytest.raises(CoupledExamplesError, match="take another batch size"):
+    with pytest.raises(CoupledExamplesError, match="use another batch size"):
         o = outputs(5, 1)
         RepeatedOutputs().require_none((o - thresholds).abs().sum(1), o)

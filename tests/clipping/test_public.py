@@ -54,9 +54,9 @@ def test_records_of_any_kind_are_collated() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (iter(BATCHES), "cannot be read again"),
-        (torch.zeros(3, 4), "cannot be read again"),
-        (None, "cannot be read again"),
+        (iter(BATCHES), "cannot be read repeatedly"),
+        (torch.zeros(3, 4), "cannot be read repeatedly"),
+        (None, "cannot be read repeatedly"),
         ([], "empty"),
         ((rows(3), rows(3)), r"tuple of tensors.*TensorDataset\(x, y\)"),
         ([rows(3), rows(3)], r"list of tensors.*TensorDataset\(x, y\)"),
@@ -74,7 +74,7 @@ def test_a_loss_must_be_a_function_with_one_loss_an_example() -> None:
         Public(BATCHES, None)  # type: ignore[arg-type]
     for wrong in (lambda model, x: model(x).sum(), lambda model, x: model(x), lambda model, x: x[:, 0], lambda *_: 1):
         data = Public(BATCHES, wrong)
-        with pytest.raises(ConfigurationError, match="one loss an example"):
+        with pytest.raises(ConfigurationError, match="one loss per example"):
             data.losses(nn.Linear(4, 2).double(), BATCHES[0], torch.device("cpu"))
 
 
@@ -113,8 +113,8 @@ def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
             policy(given)
 
 
-def test_a_list_of_records_is_told_to_be_taken_for_batches() -> None:
+def test_a_list_of_records_is_reported_as_batches() -> None:
     records = [(x, torch.tensor(0)) for x in rows(3)]
     given = Public(records, lambda model, x, y: model(x).sum())
-    with pytest.raises(ConfigurationError, match="taken for batches: if it is one of records, give a data set"):
+    with pytest.raises(ConfigurationError, match="interpreted as batches: if it is a list of records, pass a data set"):
         given.losses(nn.Linear(rows(1).shape[1], 2).to(rows(1).dtype), records[0], torch.device("cpu"))

@@ -169,7 +169,7 @@ def test_bounds_follow_the_norms(parts: Any) -> None:
 @pytest.mark.parametrize("split", ["equal", "optimal"])
 @pytest.mark.parametrize("parts", PARTS, ids=repr)
 @pytest.mark.parametrize(("sampling", "S"), [("poisson", 0.5), ("fixed-size", 1.0)])
-def test_the_multiplier_is_the_one_that_was_asked_for(parts: Any, split: str, sampling: str, S: float) -> None:
+def test_the_joint_multiplier_is_the_given_one(parts: Any, split: str, sampling: str, S: float) -> None:
     z = 0.9
     clipping = PerExample(quantile(count_noise=0.5), parts, split)
     on, private = private_run(clipping=clipping, sampling=sampling, noise_multiplier=z)
@@ -191,9 +191,9 @@ def test_the_multiplier_is_the_one_that_was_asked_for(parts: Any, split: str, sa
 
 @QUICK
 @given(st.floats(1e-3, 1e3), st.floats(1.001, 1e3), st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=9))
-def test_rounding_never_brings_a_step_below_its_event(z: float, room: float, norms: list[float]) -> None:
+def test_rounding_never_brings_a_step_below_its_event(z: float, margin: float, norms: list[float]) -> None:
     on = {str(k): nn.Parameter(torch.zeros(k + 1)) for k in range(len(norms))}
-    count_noise = z * 0.5 * math.sqrt(len(norms)) / L * room
+    count_noise = z * 0.5 * math.sqrt(len(norms)) / L * margin
     strategy = PerExample(Quantile(count_noise=count_noise, minimum=1e-30, maximum=1e30), "tensor")
     clipper = strategy.attach(site(on))
     given_norms = dict(zip(on, norms, strict=True))
@@ -210,10 +210,10 @@ def test_counts_that_use_up_the_multiplier_are_refused(tmp_path: Path, sampling:
     z, K, S = 2.0, {"all": 1, "layer": 2}[parts], {"poisson": 0.5, "fixed-size": 1.0}[sampling]
     least = z * S * math.sqrt(K) / L
     options = {"noise_multiplier": z, "sampling": sampling, "ledger": tmp_path / "run.ledger"}
-    with pytest.raises(ConfigurationError, match=r"count_noise is too small.*Give count_noise=") as error:
+    with pytest.raises(ConfigurationError, match=r"count_noise is too small.*Use count_noise=") as error:
         private_run(clipping=PerExample(quantile(count_noise=0.999 * least), parts), **options)
     assert not (tmp_path / "run.ledger").exists()
-    advice = float(str(error.value).split("Give count_noise=")[1].split()[0])
+    advice = float(str(error.value).split("Use count_noise=")[1].split()[0])
     for enough in (1.001 * least, advice):
         _, private = private_run(
             clipping=PerExample(quantile(count_noise=enough), parts), **{**options, "ledger": None}

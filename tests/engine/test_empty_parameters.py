@@ -100,5 +100,5 @@ def test_strategies_that_bound_whole_layers_refuse_them_by_name(name: str) -> No
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 0), nn.Linear(0, 2))
         layers.clip_inputs(model, input_norm=1.0, grad_norm=1.0)
         strategy = Backprop()
-    with pytest.raises(ConfigurationError, match=rf"'1\.\S*weight' has no entries, and {name}"):
+    with pytest.raises(ConfigurationError, match=rf"'1\.\S*weight' is empty, which {name}"):
         run(model, strategy)

@@ -453,14 +453,14 @@ def test_the_unit_is_the_user_everywhere(tmp_path: Path) -> None:
     train(model, private, 3)
     assert private.spent().unit is Unit.USER and "one user" in str(private.spent())
     text = str(private.statement())
-    assert "one user, 7 of them" in text
+    assert "one user (data set: 7 users)" in text
     assert "one user replaced by an empty one (the number of users is public)" in text
     assert "every user by its own coin" in text and "the sum of every user's clipped mean gradient" in text
-    assert "all records of a user carry the same id" in text
+    assert "have the id of that user" in text
     state = json.dumps(private.state_dict(), default=repr)
     private.close()
     from_file = statement.of_ledger(tmp_path / "run.ledger")
-    assert from_file.dataset_size == 7 and "one user, 7 of them" in str(from_file)
+    assert from_file.dataset_size == 7 and "one user (data set: 7 users)" in str(from_file)
     for shown in (text, state, (tmp_path / "run.ledger").read_text(), repr(private.loader)):
         assert not re.search(rf"\b({records}|{records // 7}|{records // 7 + 1})\b", shown)  # that is not public
 
@@ -692,7 +692,7 @@ def test_the_statement_names_microbatches_and_what_they_rest_on() -> None:
     assert "on the clipped sum with noise" in texts["example"]
     for name, text in texts.items():
         assert ("depends on its own example only" in text) == (name == "example")
-        assert ("depends on that mini-set" in text) == (name != "example")
+        assert ("depends only on that microbatch" in text) == (name != "example")
         assert "all: 2" in text or name == "example"
 
 

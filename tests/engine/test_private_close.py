@@ -189,7 +189,7 @@ def test_a_run_that_crashed_is_not_exact_when_it_has_gone_on(path: Path) -> None
     train(model, private, 3)
     said = private.statement()
     assert said.spent.steps == 10 and said.exact is False and said.to_dict()["count_is_exact"] is False
-    assert "all that may have been released is counted" in str(said)
+    assert "every release that may have happened is counted" in str(said)
     state = private.state_dict()
     private.close()
     assert counted(path) == (10, False)

@@ -824,7 +824,7 @@ def test_a_partition_of_users_is_refused(path: Path) -> None:
     with FileLedger(path) as open_ledger:
         open_ledger.describe(strategy("batch"))
         open_ledger.charge(Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.USER, 1.1, 0.1))
-    with pytest.raises(LedgerError, match="users were protected"):
+    with pytest.raises(LedgerError, match="the unit was a user"):
         read(path)
 
 

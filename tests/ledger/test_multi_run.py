@@ -314,7 +314,7 @@ def test_one_run_is_stated_by_pld() -> None:
     spent, said = private.spent(), private.statement()
     assert spent.accountant == "pld" and spent.assumption == "" and FIXED not in str(said)
     assert said.to_dict()["epsilon_if_runs_were_fixed"] is None
-    assert "epsilon 2: a step that would pass it is refused" in str(said)
+    assert "epsilon 2; a step that would exceed it is refused" in str(said)
 
 
 def test_several_runs_are_stated_by_the_filter(tmp_path: Path) -> None:
@@ -328,8 +328,8 @@ def test_several_runs_are_stated_by_the_filter(tmp_path: Path) -> None:
     assert tight.epsilon < spent.epsilon and str(tight).endswith(FIXED)
     assert said.spent == spent and said.if_fixed == tight.epsilon
     text = str(said)
-    assert f"({spent.epsilon:.4g}"[:5] in text and "2 runs have charged this ledger" in text and FIXED in text
-    assert "epsilon 3 for all runs together: a step of any of them that would pass it is refused" in text
+    assert f"({spent.epsilon:.4g}"[:5] in text and "2 runs share this ledger" in text and FIXED in text
+    assert "epsilon 3 for all runs together; a step that would exceed it is refused" in text
     plain = said.to_dict()
     assert plain["budget"] == 3 and plain["epsilon_if_runs_were_fixed"] == tight.epsilon
     assert len({entry["run"] for entry in plain["history"]}) == 2
@@ -346,8 +346,8 @@ def test_a_budget_that_not_all_runs_have_is_not_that_of_the_ledger() -> None:
     train(other, free, 9)
     assert private.spent().epsilon > EPSILON
     for said in (private.statement(), free.statement()):
-        assert said.to_dict()["budget"] is None and "would pass it" not in str(said)
-        assert "none for the whole ledger: some of its runs have no budget" in str(said)
+        assert said.to_dict()["budget"] is None and "would exceed it" not in str(said)
+        assert "none for the ledger as a whole: some of its runs have no budget" in str(said)
 
 
 # Ledgers of older versions

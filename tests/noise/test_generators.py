@@ -81,7 +81,7 @@ def test_a_known_seed_under_dropout_is_warned_of_once() -> None:
         torch.manual_seed(0)
         model, private = dropout_run()
         assert len(seed_warnings(model, private)) == 1
-        assert "seeded by hand while random layers" in str(private.statement())
+        assert "the user seeded the torch generator" in str(private.statement())
         assert not seed_warnings(*dropout_run(seed=1)), "a run with a given seed claims nothing"
         assert not seed_warnings(*private_run()), "nothing is drawn"
         model, private = dropout_run()
@@ -90,7 +90,7 @@ def test_a_known_seed_under_dropout_is_warned_of_once() -> None:
         torch.seed()
         model, private = dropout_run()
         assert not seed_warnings(model, private)
-        assert "draw from a generator whose seed is secret" in str(private.statement())
+        assert "use a generator with a secret seed" in str(private.statement())
         torch.manual_seed(3)  # by an epoch of the loop, say
         assert len(seed_warnings(model, private)) == 1
 
@@ -118,9 +118,9 @@ def test_random_layers_draw_from_the_run_s_key() -> None:
                 private.step(losses)
         assert not torch.equal(first, masks(0, private))
         assert not torch.equal(first, masks(0, dropout_run()[1]))
-        assert "random layers drew from the run's key" in str(private.statement())
+        assert "random layers used the run's key" in str(private.statement())
         assert len(seed_warnings(model, private)) == 1  # a step outside of such a block
-        assert "seeded by hand while random layers" in str(private.statement())
+        assert "the user seeded the torch generator" in str(private.statement())
 
 
 def test_it_is_for_a_batch_that_was_handed_out() -> None:

@@ -39,7 +39,7 @@ def test_it_prints_a_table_and_the_statement(first):
     for words in ("test accuracy", "epsilon (PLD)", "median time", "relative", "Privacy statement", str(out)):
         assert words in result.stdout
     assert "tuned on these digits" in result.stdout
-    assert "none is claimed: noise and samples" in " ".join(result.stdout.split())
+    assert "none is claimed: noise and sampling" in " ".join(result.stdout.split())
     assert "(seeded)" in result.stdout  # in the table
     assert "\x1b" not in result.output and "step 1 of" not in result.output  # no live display in a pipe
 

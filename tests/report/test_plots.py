@@ -117,13 +117,13 @@ def test_epsilon_over_steps_is_that_of_the_accountants(tmp_path: Path, axes: lis
 def test_without_amplification_all_accountants_are_drawn(tmp_path: Path, axes: list[Any]) -> None:
     plots.epsilon_over_steps(FULL, 1e-5, tmp_path / "a.svg")
     plots.delta_profile(FULL, tmp_path / "b.svg")
-    expected = ["PLD (the one that counts)", "RDP", "zCDP", "Gaussian DP"]
+    expected = ["PLD (used for the guarantee)", "RDP", "zCDP", "Gaussian DP"]
     assert [labels(panel) for panel in axes] == [expected, expected]
     exact, _, _, gaussian = (line.get_ydata() for line in axes[1].lines)
     assert np.allclose(exact, gaussian, rtol=1e-9)
 
 
-def test_tradeoff_curve_is_below_a_blind_guess(tmp_path: Path, axes: list[Any]) -> None:
+def test_tradeoff_curve_is_below_random_guessing(tmp_path: Path, axes: list[Any]) -> None:
     plots.tradeoff_curve(POISSON, tmp_path / "a.svg")
     rates, few_alarms = axes
     assert len(rates.lines) == 2

@@ -1,4 +1,4 @@
-"""What a run says about itself survives the ledger, and what an older or newer version wrote does no harm."""
+"""Run descriptions survive JSON, and descriptions of other versions can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A privacy statement says what was promised: neither more nor less, and nothing secret."""
+"""The privacy statement: its text, its JSON, and statements of runs and ledgers."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def test_epsilon_is_rounded_up(epsilon: float, shown: str) -> None:
     assert f"({shown}, 1e-05)-differential privacy" in str(statement(epsilon))
 
 
-def test_it_says_who_is_protected_and_how() -> None:
+def test_it_names_unit_neighbours_and_mechanism() -> None:
     said = statement()
-    assert "one record replaced by an empty one (the number of records is public)" in line(said, "neighbours")
-    assert line(said, "unit") == "one record, 40 of them"
+    assert "one record is replaced by an empty one (the number of records is public)" in line(said, "neighbours")
+    assert line(said, "unit") == "one record (data set: 40 records)"
     release = line(said, "releases")
     assert "7 steps, poisson sampling at rate 0.2" in release and "noise multiplier 1.1" in release
     assert line(said, "sensitivity") == "all: 1"
-    assert line(said, "divisor") == "8, a public constant"
+    assert line(said, "divisor") == "8 (a public constant)"
     assert not lines(said, "budget")
     assert "epsilon 3" in line(statement(about=replace(ABOUT, budget=3.0)), "budget")
     assert "central" in line(said, "setting") and "gradient" in line(said, "released")
@@ -102,8 +102,8 @@ def test_it_says_who_is_protected_and_how() -> None:
 @pytest.mark.parametrize(
     ("sampling", "adjacency", "words"),
     [
-        (Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, "one user replaced by another"),
-        (Sampling.POISSON, Adjacency.ADD_REMOVE, "one user added or removed (the number of users is not public)"),
+        (Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, "one user is replaced by another"),
+        (Sampling.POISSON, Adjacency.ADD_REMOVE, "one user is added or removed (the number of users is not public)"),
     ],
 )
 def test_it_names_the_neighbours(sampling: Sampling, adjacency: Adjacency, words: str) -> None:
@@ -120,7 +120,7 @@ def test_it_says_how_batches_are_drawn(sampling: Sampling) -> None:
 
 def test_it_says_what_an_attacker_can_do_and_rounds_up() -> None:
     said = line(statement(), "attacker")
-    assert "1.235% at 0.1%, 5% at 1%, 20% at 10% false alarms" in said and "advantage at most 31%" in said
+    assert "1.235% at 0.1%, 5% at 1%, 20% at 10% false-positive rate" in said and "advantage at most 31%" in said
 
 
 def test_it_says_what_is_only_assumed() -> None:
@@ -139,9 +139,9 @@ def test_it_names_every_kind_of_release() -> None:
     other = Event(Sampling.SHUFFLED, Adjacency.ZERO_OUT, Unit.RECORD, 2.0, 0.25, 4)
     said = statement(history=(Entry(EVENT, 4), Entry(other, 3), Entry(EVENT, 2)))
     assert "6 steps, poisson" in str(said) and "3 steps, shuffled" in str(said)
-    assert "not decided by looking at what was released" in str(said)
-    assert "not decided" not in str(statement())
-    assert line(statement(history=()), "releases") == "none so far"
+    assert "was not chosen by looking at released values" in str(said)
+    assert "was not chosen" not in str(statement())
+    assert line(statement(history=()), "releases") == "none"
 
 
 def test_many_parts_are_counted() -> None:
@@ -151,9 +151,9 @@ def test_many_parts_are_counted() -> None:
 
 def test_it_says_that_a_record_moves_one_random_part_only() -> None:
     text = str(private_run(clipping=PerExample(1.0, RandomLayer()))[1].statement())
-    assert "a record moves one of these parts only, drawn at random" in text
+    assert "each record changes only one of these parts, drawn at random" in text
     assert "the draw must stay secret, and no amplification is claimed for it" in text
-    assert "one of these parts only" not in str(private_run(clipping=PerExample(1.0, "layer"))[1].statement())
+    assert "only one of these parts" not in str(private_run(clipping=PerExample(1.0, "layer"))[1].statement())
 
 
 def test_it_says_that_the_scaled_sum_has_the_sensitivity() -> None:
@@ -223,7 +223,7 @@ def test_the_statement_of_a_run(tmp_path: Path) -> None:
     train(model, private, 2)
     text = str(private.statement())
     assert "3 steps, poisson" in text and "2 steps, shuffled" in text and "not probed" in text
-    assert "none is claimed: noise and samples come from a given seed" in text  # of the run that joined first
+    assert "none is claimed: noise and sampling come from a given seed" in text  # of the run that joined first
 
 
 def test_a_run_has_a_tradeoff_curve() -> None:
@@ -238,13 +238,13 @@ def test_before_the_first_step() -> None:
     _, private = private_run()
     said = private.statement()
     assert said.spent.epsilon == 0 and said.spent.steps == 0
-    assert "none so far" in str(said) and "all: 1" in str(said)
+    assert line(said, "releases") == "none" and "all: 1" in str(said)
 
 
 # Of a ledger
 
 
-def test_a_ledger_tells_the_same_as_the_run(tmp_path: Path) -> None:
+def test_a_ledger_gives_the_statement_of_the_run(tmp_path: Path) -> None:
     model, private = private_run(ledger=tmp_path / "ledger", epsilon=5.0, delta=1e-6, epochs=2)
     train(model, private, 3)
     private.close()
@@ -256,22 +256,22 @@ def test_a_ledger_tells_the_same_as_the_run(tmp_path: Path) -> None:
     assert of_ledger(tmp_path / "ledger", delta=1e-4).spent.epsilon < read.spent.epsilon
 
 
-def test_a_run_that_goes_on_counts_all_it_may_release(tmp_path: Path) -> None:
+def test_an_open_run_counts_all_possible_releases(tmp_path: Path) -> None:
     model, private = private_run(ledger=tmp_path / "ledger")
     train(model, private, 3)
     while_it_runs = of_ledger(tmp_path / "ledger")
     assert not while_it_runs.exact and while_it_runs.spent.steps >= 3
-    assert "goes on or did not end cleanly" in str(while_it_runs)
+    assert "is in progress, did not end cleanly" in str(while_it_runs)
     assert while_it_runs.to_dict()["count_is_exact"] is False
 
 
 def test_an_older_ledger_is_readable(tmp_path: Path) -> None:
-    with FileLedger(tmp_path / "ledger", header={"dataset_size": 10**6}) as book:
-        book.charge(EVENT)
+    with FileLedger(tmp_path / "ledger", header={"dataset_size": 10**6}) as ledger:
+        ledger.charge(EVENT)
     said = of_ledger(tmp_path / "ledger")
     assert said.spent.delta == pytest.approx(1e-7) and said.dataset_size == 10**6 and "not recorded" in str(said)
-    with FileLedger(tmp_path / "bare") as book:
-        book.charge(EVENT)
+    with FileLedger(tmp_path / "bare") as ledger:
+        ledger.charge(EVENT)
     assert of_ledger(tmp_path / "bare").spent.delta == 1e-5
 
 
@@ -316,7 +316,7 @@ def test_public_data_is_named() -> None:
     about = replace(ABOUT, strategy={**(ABOUT.strategy or {}), "parts": parts})
     said = line(statement(about=about), "public data")
     assert said.startswith("simulated (500 examples), for typical gradient norms")
-    assert line(statement(), "public data").startswith("none is known here")
+    assert line(statement(), "public data").startswith("none recorded")
 
 
 def test_frozen_entries_are_not_spelled_out() -> None:

@@ -317,12 +317,12 @@ def test_tf32_is_not_used_on_a_cpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_below_float32_are_refused_by_name(dtype: torch.dtype) -> None:
     """512 examples that agree: in bfloat16 their sum moved by 1.8 times the sensitivity."""
-    with pytest.raises(UnsupportedModelError, match=r"'0\.layer\.weight' has the type .*float16.*autocast"):
+    with pytest.raises(UnsupportedModelError, match=r"'0\.layer\.weight' has dtype .*float16.*autocast"):
         attach(clip_inputs(network(dtype), input_norm=1.0), Backprop())
     model = clip_inputs(network(), input_norm=1.0)
     clipper = attach(model, Backprop())
     model.to(dtype)  # later on
-    with pytest.raises(UnsupportedModelError, match="has the type"):
+    with pytest.raises(UnsupportedModelError, match="has dtype"):
         clipper.clipped_sum(model(torch.randn(4, 5, dtype=dtype)).sum(1))
     frozen = network(dtype).requires_grad_(False)
     frozen.append(nn.Linear(3, 2))

@@ -46,7 +46,7 @@ def test_the_noise_of_two_seeded_executions_cancels_and_nothing_is_claimed(tmp_p
         assert said.spent == private.spent() and private.spent().reproducible
         assert str(private.spent()).startswith("no guarantee: seeded; with a fresh key epsilon=")
         headline = str(said).splitlines()[1]
-        assert headline.startswith("  guarantee    none is claimed: noise and samples come from a given seed")
+        assert headline.startswith("  guarantee    none is claimed: noise and sampling come from a given seed")
         plain = said.to_dict()
         assert plain["guarantee"] is None and plain["seeded"] is True
         assert plain["figures_with_a_fresh_key"] == {"epsilon": said.spent.epsilon, "delta": said.spent.delta}
@@ -109,7 +109,7 @@ def test_commands_show_the_mark(tmp_path: Path, command: list[str], seed: int | 
     train(model, private, 2)
     private.close()
     said = " ".join(clipwise(*command, tmp_path / "ledger").stdout.split())
-    assert ("none is claimed: noise and samples come from a given seed" in said) == (seed is not None)
+    assert ("none is claimed: noise and sampling come from a given seed" in said) == (seed is not None)
     assert "In words" not in said or seed is None
 
 

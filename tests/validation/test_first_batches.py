@@ -473,14 +473,14 @@ def test_the_statement_lists_the_planned_tests(tmp_path: Any) -> None:
     loss = partial(losses_of, model)
     line, statement = stated(run_of(model, data(SIZE), None))
     assert "no replacement test could run" in line and statement.to_dict()["planned_tests"] == []
-    assert "outside of epsilon" in str(statement)
+    assert "epsilon does not cover" in str(statement)
     line, statement = stated(run_of(network(), data(SIZE), loss))
     assert "replacement test of the losses was planned" in line and statement.planned_tests == ("replacement",)
     ledger = tmp_path / "ledger"
     with run_of(model, data(SIZE), loss, collate_fn=default_collate, ledger=ledger) as private:
         train(private, loss)
         line, statement = stated(private)
-    assert "how records are collated" in line and statement.planned_tests == ("replacement", "collation")
+    assert "the collation of records" in line and statement.planned_tests == ("replacement", "collation")
     assert clipwise.report.statement.of_ledger(ledger).planned_tests == ("replacement", "collation")
 
 

@@ -312,7 +312,7 @@ def test_the_ledger_records_whether_weights_were_verified_at_the_end(tmp_path: P
     for name, spoil in (("well", False), ("ill", True)):
         model, private = private_run(ledger=tmp_path / name, sampling="fixed-size")
         train(model, private, 1)
-        assert "not verified: the run goes on" in str(of_ledger(tmp_path / name))
+        assert "not verified: the run is in progress" in str(of_ledger(tmp_path / name))
         if spoil:
             model[0].weight.data += 1  # type: ignore[index, union-attr]
             with pytest.raises(StepError, match=NOT_OURS):
@@ -342,7 +342,7 @@ def test_the_statement_of_a_closed_run_reports_later_changes() -> None:
     private.close()
     assert "changed since" not in str(private.statement())
     plain_epoch(model, private.optimizer)  # the closed run does not see this
-    assert "the model was changed since then" in str(private.statement())
+    assert "the model has changed since then" in str(private.statement())
     with pytest.raises(StepError, match="after the private run was closed"):
         private.state_dict()
 

@@ -355,11 +355,11 @@ def test_a_scheduler_with_a_metric_causes_a_warning_and_is_in_the_statement() ->
         train(model, private, 1)
         plateau.step(1.0)
         train(model, private, 1)  # the learning rate has not changed yet
-    assert "followed a metric" not in str(private.statement())
+    assert "depended on a metric" not in str(private.statement())
     plateau.step(2.0)
     with pytest.warns(PrivacyWarning, match=r"ReduceLROnPlateau.*public data"):
         train(model, private, 1)
-    assert "followed a metric" in str(private.statement())
+    assert "depended on a metric" in str(private.statement())
     assert [about["followed_metric"] for about in private._context.ledger.about] == [False, True]
 
 
@@ -372,7 +372,7 @@ def test_a_scheduler_that_counts_steps_is_accepted() -> None:
             train(model, private, 1)
             schedule.step()
             other.step(1.0)
-    assert "followed a metric" not in str(private.statement())
+    assert "depended on a metric" not in str(private.statement())
 
 
 # Forward passes outside of the losses

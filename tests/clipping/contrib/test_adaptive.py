@@ -44,7 +44,7 @@ def known(count: int = 10) -> Public:
         ({"every": 0}, "every=0 is not known"),
         ({"every": "step"}, "every='step' is not known"),
         ({"every": True}, "every=True is not known"),
-        ({"mini_set_size": 3}, "mini_set_size=3 .* goes with of='mini-set'"),
+        ({"mini_set_size": 3}, "mini_set_size=3 .* requires of='mini-set'"),
         ({"of": "mini-set", "mini_set_size": 0}, "mini_set_size=0 must be a whole number"),
     ],
 )
@@ -54,13 +54,13 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 
 
 def test_norms_themselves_are_not_to_be_had_from_releases() -> None:
-    with pytest.raises(ConfigurationError, match="Adaptive: kind='zhang' needs the norms themselves"):
+    with pytest.raises(ConfigurationError, match="Adaptive: kind='zhang' requires norms"):
         Adaptive(Released(), kind="zhang")
 
 
 def test_given_batches_are_the_mini_sets() -> None:
     rule = Adaptive(Public([[rows(3)]], loss), of="mini-set", mini_set_size=2)
-    with pytest.raises(ConfigurationError, match="mini_set_size: the public data comes in batches"):
+    with pytest.raises(ConfigurationError, match="mini_set_size: not supported with public data in batches"):
         rule.constants(1.0, site(small_model()))
 
 

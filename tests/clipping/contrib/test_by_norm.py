@@ -71,7 +71,7 @@ def test_what_counts_is_by_how_much_norms_differ_as_factors() -> None:
     assert [b.parameters for b in clipper.bounds] == [tuple(LAYERS["0"]), (*LAYERS["2"], *LAYERS["4"])]
 
 
-def test_layers_are_grouped_again_if_that_is_asked_for() -> None:
+def test_layers_are_grouped_again_every_period() -> None:
     on = small_model()
     once, again = (PerExample(1.0, ByNorm(public(), groups=2, every=e)).attach(site(on)) for e in (None, 1))
     before = once.bounds

@@ -38,7 +38,7 @@ def unzip(found: list[tuple[float, int]]) -> tuple[dict[str, float], dict[str, i
 
 @QUICK
 @given(layers, st.sampled_from(["optimal", "paper"]))
-def test_the_typical_gradient_keeps_its_length_if_asked_for(found: list[tuple[float, int]], kind: str) -> None:
+def test_keep_length_keeps_the_norm_of_the_typical_gradient(found: list[tuple[float, int]], kind: str) -> None:
     """By one number for all layers."""
     e, d = unzip(found)
     m, printed = multipliers(e, d, kind, keep_length=True), multipliers(e, d, kind)
@@ -62,8 +62,8 @@ def test_the_factors_are_those_that_are_printed() -> None:
 def test_how_long_a_scaled_gradient_is_belongs_to_the_configuration() -> None:
     assert Multipliers(public()).describe()["keep_length"] is False
     assert Multipliers(public(), keep_length=True).describe()["keep_length"] is True
-    assert Multipliers(Released()).describe()["keep_length"] is True  # ratios do not tell a length
-    assert Multipliers(Released(), kind="paper").describe()["keep_length"] is False  # nor is one asked for
+    assert Multipliers(Released()).describe()["keep_length"] is True  # ratios do not give a norm
+    assert Multipliers(Released(), kind="paper").describe()["keep_length"] is False  # no norm is needed
 
 
 @QUICK
@@ -166,7 +166,7 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 
 
 def test_typical_gradients_are_no_measure_without_public_data() -> None:
-    with pytest.raises(ConfigurationError, match="Multipliers: relative=True needs the norms themselves"):
+    with pytest.raises(ConfigurationError, match="Multipliers: relative=True requires norms"):
         Multipliers(Released(), relative=True)
 
 

@@ -53,7 +53,7 @@ def test_memory_is_a_share_below_1(memory: Any) -> None:
 def test_without_noise_it_is_the_norm() -> None:
     typical = estimated()
     truth = {"0": 3.0, "2": 0.5, "4": 0.04}
-    typical.hear(*release(truth, 0.0, seed=0))
+    typical.observe(*release(truth, 0.0, seed=0))
     assert typical.renew() and typical.norms == pytest.approx(truth)
 
 
@@ -61,7 +61,7 @@ def test_the_energy_of_the_noise_is_taken_off() -> None:
     """Here it is larger than that of the gradient: 40 coordinates in the first layer."""
     typical, truth = estimated(memory=0.999), {"0": 3.0, "2": 1.0, "4": 0.5}
     for seed in range(4000):
-        typical.hear(*release(truth, 0.7, seed))
+        typical.observe(*release(truth, 0.7, seed))
     assert typical.renew()
     assert typical.norms == pytest.approx(truth, rel=0.15)
 
@@ -69,7 +69,7 @@ def test_the_energy_of_the_noise_is_taken_off() -> None:
 def test_what_noise_hides_is_taken_to_be_as_large_as_it_could_be_hidden() -> None:
     """sqrt(sqrt(2 d) s^2) after one release: the standard error of |released|^2 - d s^2."""
     typical = estimated(memory=0.0)
-    typical.hear(*release({"0": 1e3, "2": 0.0, "4": 0.0}, 2.0, seed=3))
+    typical.observe(*release({"0": 1e3, "2": 0.0, "4": 0.0}, 2.0, seed=3))
     assert typical.renew()
     sizes = {h: sum(trainable(small_model())[n].numel() for n in LAYERS[h]) for h in LAYERS}
     for h in ("2", "4"):
@@ -79,9 +79,9 @@ def test_what_noise_hides_is_taken_to_be_as_large_as_it_could_be_hidden() -> Non
 
 def test_an_old_release_is_forgotten() -> None:
     typical = estimated(memory=0.5)
-    typical.hear(*release({"0": 1e3, "2": 1e3, "4": 1e3}, 0.0, seed=0))
+    typical.observe(*release({"0": 1e3, "2": 1e3, "4": 1e3}, 0.0, seed=0))
     for _ in range(60):
-        typical.hear(*release({"0": 2.0, "2": 1.0, "4": 1.0}, 0.0, seed=0))
+        typical.observe(*release({"0": 2.0, "2": 1.0, "4": 1.0}, 0.0, seed=0))
     typical.renew()
     assert typical.norms == pytest.approx({"0": 2.0, "2": 1.0, "4": 1.0}, rel=1e-3)
 
@@ -94,16 +94,16 @@ def test_before_the_first_release_all_coordinates_are_alike() -> None:
 
 def test_a_release_that_is_not_finite_is_passed_over() -> None:
     typical = estimated()
-    typical.hear(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.0, seed=0))
+    typical.observe(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.0, seed=0))
     means, noise = release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.0, seed=0)
-    typical.hear({**means, "0.bias": means["0.bias"] * math.inf}, noise)
+    typical.observe({**means, "0.bias": means["0.bias"] * math.inf}, noise)
     assert typical.renew() and typical.norms["0"] == pytest.approx(3.0)
 
 
 def test_it_refuses_to_guess_the_noise() -> None:
     means, _ = release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.0, seed=0)
     with pytest.raises(StepError, match=r"Released.*noise"):
-        estimated().hear(means, {})
+        estimated().observe(means, {})
 
 
 def test_the_noise_of_a_release_is_that_of_its_parts() -> None:
@@ -146,7 +146,7 @@ def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
                 for n, m in zip(part.parameters, part.scales or (1.0,) * len(part.parameters), strict=True):
                     noise[n] = part.noise_std / (m * L)
             private.step(losses_of(on, batch))
-            second.hear(gradients(on), noise)
+            second.observe(gradients(on), noise)
             second.renew()
             assert private._context.clipper.state_dict()["typical"] == pytest.approx(second.norms)
             assert z <= effective_multiplier(private.parts()) <= z * (1 + 1e-9)
@@ -163,12 +163,12 @@ def test_rules_that_never_look_again_are_refused() -> None:
 def test_a_state_goes_back_to_where_it_was() -> None:
     one, other = estimated(), estimated()
     for seed in range(3):
-        one.hear(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.3, seed))
+        one.observe(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.3, seed))
     one.renew()
     other.load_state_dict(one.state_dict())
     assert other.norms == one.norms
     for typical in (one, other):
-        typical.hear(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.3, 9))
+        typical.observe(*release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.3, 9))
         typical.renew()
     assert other.norms == one.norms and other.state_dict() == one.state_dict()
     state = one.state_dict()

@@ -50,7 +50,7 @@ def test_of_mini_sets_a_single_number_will_do(count: int) -> None:
     whole = Public(TensorDataset(rows(count)), lambda model, x: loss(model, x).mean(), batch_size=4)
     found = measured(on, whole, "mini-set")
     assert found == pytest.approx(measured(on, public(count, batch_size=4), "mini-set"), rel=1e-12)
-    with pytest.raises(ConfigurationError, match=r"one loss an example.*of='mini-set'"):
+    with pytest.raises(ConfigurationError, match=r"one loss per example.*of='mini-set'"):
         measured(on, whole)
 
 
@@ -158,7 +158,7 @@ def test_nothing_of_the_run_is_touched(of: str, training: bool) -> None:
     assert all(bool((p.grad == 1).all()) for p in on.parameters())
     assert on.training is training
     torch.rand(3)
-    assert measured(on, public(), of) == norms  # to the last bit: a run that is resumed goes on exactly
+    assert measured(on, public(), of) == norms  # to the last bit: a resumed run continues exactly
 
 
 def test_buffers_come_back_even_if_the_loss_fails() -> None:

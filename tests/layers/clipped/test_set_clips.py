@@ -114,7 +114,7 @@ def test_a_batch_drawn_before_the_change_is_refused() -> None:
     model, private = run()
     batch = next(iter(private.loader))
     layers.set_clips(model, grad_norm=5.0)
-    with pytest.raises(StepError, match="Layer '0' was given other constants between the draw of a batch"):
+    with pytest.raises(StepError, match="constants of layer '0' changed between the draw of a batch"):
         private.step(losses_of(model, batch))
     assert private.steps == 0
     train(model, private, 1)  # the next batch has the new noise
@@ -160,5 +160,5 @@ def test_parts_show_new_clips_at_once_but_not_while_a_batch_is_due() -> None:
     batch = next(iter(private.loader))
     layers.set_clips(model, grad_norm=0.125)
     assert sensitivities() == [0.5, 0.25, 0.5, 0.25]
-    with pytest.raises(StepError, match="given other constants between the draw"):
+    with pytest.raises(StepError, match="changed between the draw"):
         private.step(losses_of(model, batch))

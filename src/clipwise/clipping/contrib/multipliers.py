@@ -29,7 +29,7 @@ class Multipliers(NormPolicy):
 
     For typical norms e_h and d_h coordinates the squared noise is (sum_h m_h^2 e_h^2) (sum_h d_h / m_h^2) times a
     constant, if C is proportional to the norm of the scaled typical gradient. By Cauchy-Schwarz this is at least
-    (sum_h e_h sqrt(d_h))^2, which "optimal" attains. No factor sqrt(number of layers) enters: there is one part.
+    (sum_h e_h sqrt(d_h))^2, which "optimal" attains. There is no factor sqrt(number of layers): there is one part.
 
     `max_norm` is the clipping norm of the *scaled* gradient. Its typical norm |m e| = sqrt(sum_h m_h^2 e_h^2) differs
     from |e|. `relative` and `keep_length` avoid tuning `max_norm` from scratch. Multiplying all m_h and C by one number
