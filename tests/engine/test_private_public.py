@@ -88,7 +88,7 @@ def test_the_statement_names_the_public_rows() -> None:
     said = str(private.statement())
     assert "12 rows, for the statistics of normalization layers" in said
     _, other = run("group", noise_multiplier=1.0)
-    assert "public data  none is known here" in str(other.statement())
+    assert "public data  none recorded" in str(other.statement())
 
 
 def test_another_kind_is_another_configuration() -> None:

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 from clipwise import FileLedger, Multipliers, PerExample, RandomLayer, Released, Sparse, accounting, make_private
 from clipwise.errors import LedgerError
+from clipwise.ledger.run_description import About, versions
 from clipwise.privacy import Adjacency, Entry, Event, Part, Sampling, Spent, Unit
 from clipwise.report.risk import Risk
-from clipwise.report.run_description import About, versions
 from clipwise.report.statement import FORMAT, Statement, of_ledger, of_releases
 from clipwise.report.wording import NOT_COVERED
 from tests.runs import private_run, train

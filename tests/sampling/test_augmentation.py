@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import PerExample
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError
-from clipwise.noise.generators import generator_from
 from clipwise.sampling import augmentation
 from clipwise.sampling.augmentation import Crop, Flip, Views
+from clipwise.sampling.generators import generator_from
 from experiments import models
 from tests.sites import site
 from tests.soundness.neighbours import distance

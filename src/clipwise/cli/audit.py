@@ -19,8 +19,8 @@ from clipwise.cli.places import require_picture
 from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger
+from clipwise.ledger.run_description import plain
 from clipwise.privacy import Entry
-from clipwise.report.run_description import plain
 from clipwise.validation.arguments import number, whole
 
 LEDGER, SUBJECT = "ledger", "subject.py"

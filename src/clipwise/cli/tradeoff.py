@@ -14,9 +14,9 @@ from clipwise.cli.output import remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
 from clipwise.cli.releases import releases_of, table_of
 from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
+from clipwise.ledger.run_description import plain
 from clipwise.report import plots
 from clipwise.report.risk import Risk
-from clipwise.report.run_description import plain
 from clipwise.report.wording import neighbours
 
 

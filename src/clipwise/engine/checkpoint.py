@@ -19,8 +19,8 @@ import torch
 
 from clipwise.errors import CheckpointError
 from clipwise.ledger.durable_files import replace_file, sync_folder
+from clipwise.ledger.run_description import UNDERSTATED, is_understated
 from clipwise.privacy import Entry, Event
-from clipwise.report.run_description import UNDERSTATED, is_understated
 from clipwise.validation.arguments import plain, require_path
 
 FORMAT = 2  # 2: digests of the weights, and declared updates

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from clipwise.engine import fingerprint
+from clipwise.ledger.run_description import About, versions
 from clipwise.report import statement, wording
-from clipwise.report.run_description import About, versions
 from clipwise.report.statement import Statement
 from clipwise.validation.arguments import plain
 

@@ -31,10 +31,10 @@ from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
+from clipwise.ledger.run_description import About
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.optim.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
-from clipwise.report.run_description import About
 from clipwise.sampling import DRAWN_BY_MINI_SETS, ByUser, Fetcher, Partition, Scheme, make_scheme, mini_sets_of
 from clipwise.sampling.augmentation import Views
 from clipwise.validation import step_inputs

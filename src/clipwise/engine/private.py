@@ -25,11 +25,10 @@ from clipwise.engine.observer import ObservedScheme
 from clipwise.engine.plan import Plan
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.ledger import multi_run
-from clipwise.noise import generators
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.privacy import Part, Spent
 from clipwise.report.statement import Statement
-from clipwise.sampling import Fetcher, PrivateLoader, Scheme
+from clipwise.sampling import Fetcher, PrivateLoader, Scheme, generators
 from clipwise.validation import training_loop
 from clipwise.validation.arguments import number, one_of
 from clipwise.validation.first_batches import Loss

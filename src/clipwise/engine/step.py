@@ -26,10 +26,10 @@ from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
 from clipwise.gradients import opaque
 from clipwise.ledger import crash_points, multi_run
-from clipwise.noise import generators
 from clipwise.noise.mechanism import noised_sums
 from clipwise.noise.release import in_order, write_gradients
 from clipwise.optim.penalty import add_penalty
+from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
 from clipwise.validation.first_batches import recommend_check

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import as_real
-from clipwise.noise.generators import private_generator
+from clipwise.sampling.generators import private_generator
 
 LEVELS = 13  # probe weights are 2^0 .. 2^12: scaling up cannot make a gradient denormal
 LARGEST_WEIGHT = 2.0 ** (LEVELS - 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.layout import LEVELS, Layout, Probe
-from clipwise.noise.generators import private_generator
+from clipwise.sampling.generators import private_generator
 
 
 @dataclass(frozen=True, eq=False)

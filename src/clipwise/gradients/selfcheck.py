@@ -22,7 +22,7 @@ from clipwise.gradients.forms.base import roundoff
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.outline import Operand, Trust
 from clipwise.gradients.plain import single
-from clipwise.noise.generators import private_generator
+from clipwise.sampling.generators import private_generator
 
 # The norm of a single number, for example, is pure rounding error divided by a small epsilon. But no precision
 # explains an error above a thousandth of the arriving gradient.

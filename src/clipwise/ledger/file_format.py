@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from clipwise.errors import ConfigurationError, LedgerError
+from clipwise.ledger.run_description import UNDERSTATED, is_understated
 from clipwise.privacy import Entry, Event
-from clipwise.report.run_description import UNDERSTATED, is_understated
 
 Record: TypeAlias = "dict[str, Any]"
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"

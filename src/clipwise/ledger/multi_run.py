@@ -24,8 +24,8 @@ from clipwise.accounting.accountants import epsilon_of as epsilon_by
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
 from clipwise.ledger.ledger import JSON, Ledger, Snapshot, read
+from clipwise.ledger.run_description import About
 from clipwise.privacy import Entry, Event, rounded_up
-from clipwise.report.run_description import About
 
 FILTER = "renyi-filter"
 IF_FIXED = "if all runs were fixed before the first release"

@@ -15,10 +15,10 @@ from clipwise.clipping.base import StatementText, recorded_strategy
 from clipwise.engine.plan import delta_of
 from clipwise.errors import LedgerError
 from clipwise.ledger import ledger, multi_run
+from clipwise.ledger.run_description import About, plain, versions
 from clipwise.privacy import Entry, Event, Spent, Unit, rounded_up
 from clipwise.report import wording
 from clipwise.report.risk import Risk
-from clipwise.report.run_description import About, plain, versions
 from clipwise.validation.arguments import number
 
 FORMAT = 1

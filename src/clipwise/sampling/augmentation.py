@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
-from clipwise.noise.generators import generator_from, private_generator
 from clipwise.sampling.batch_structure import map_tensors, mapping_like, sequence_like
+from clipwise.sampling.generators import generator_from, private_generator
 from clipwise.validation.arguments import whole
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]  # (rows, generator) -> changed rows

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.noise.generators import generator_from
 from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.generators import generator_from
 from clipwise.sampling.microbatches import BySize, Cut
 from clipwise.validation.arguments import whole
 

@@ -30,7 +30,7 @@ from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.layers.batch_observations import observations
 from clipwise.layers.clipped import unclipped
-from clipwise.noise.generators import private_generator
+from clipwise.sampling.generators import private_generator
 from clipwise.validation.marked import Trace, plain
 from clipwise.validation.shared_factors import SharedFactors
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.errors import ConfigurationError, PrivacyWarning, StepError
-from clipwise.noise.generators import is_seeded_by_hand
+from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
     from clipwise.engine.context import StepContext

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clipwise.ledger.run_description import About, plain, versions
 from clipwise.privacy import Part
-from clipwise.report.run_description import About, plain, versions
 
 FULL = About(
     strategy={"max_norm": 1.0, "norms": [1.0, 2.0]},

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from clipwise import Private, make_private
 from clipwise.errors import PrivacyWarning, StepError
-from clipwise.noise.generators import generator_from, is_seeded_by_hand, private_generator
+from clipwise.sampling.generators import generator_from, is_seeded_by_hand, private_generator
 from tests.runs import private_run
 
 CPU = {torch.device("cpu")}
