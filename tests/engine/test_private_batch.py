@@ -455,7 +455,8 @@ def test_the_unit_is_the_user_everywhere(tmp_path: Path) -> None:
     text = str(private.statement())
     assert "one user (data set: 7 users)" in text
     assert "one user is replaced by an empty one (the number of users is public)" in text
-    assert "each user is included independently" in text and "the sum of the clipped mean gradients of the users" in text
+    assert "each user is included independently" in text
+    assert "the sum of the clipped mean gradients of the users" in text
     assert "have the id of that user" in text
     state = json.dumps(private.state_dict(), default=repr)
     private.close()
