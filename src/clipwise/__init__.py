@@ -1,6 +1,6 @@
 """clipwise: differentially private training of PyTorch models."""
 
-from clipwise import accounting, audit, gradients, layers, lipschitz
+from clipwise import accounting, audit, distributed, gradients, layers, lipschitz
 from clipwise.clipping import (
     Adaptive,
     Backprop,
@@ -26,6 +26,7 @@ from clipwise.errors import (
     ClipwiseError,
     ConfigurationError,
     CoupledExamplesError,
+    DistributedError,
     LedgerError,
     PrivacyWarning,
     StepError,
@@ -53,6 +54,7 @@ __all__ = [
     "ConfigurationError",
     "CoupledExamplesError",
     "Decay",
+    "DistributedError",
     "Event",
     "FileLedger",
     "LedgerError",
@@ -78,6 +80,7 @@ __all__ = [
     "audit",
     "augment",
     "check",
+    "distributed",
     "gradients",
     "layers",
     "lipschitz",

@@ -59,5 +59,9 @@ class AuditError(ClipwiseError):
     """An audit found that a run has less privacy than it states."""
 
 
+class DistributedError(ClipwiseError):
+    """Another rank of the run has failed, ended, or is at another place of the training loop."""
+
+
 class PrivacyWarning(UserWarning):
     """The guarantee still holds, but something weakens it or wastes privacy budget."""

@@ -25,7 +25,7 @@ LIMIT = 100
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets() -> object:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(release, "_BUCKET", LIMIT)
+        patched.setattr(release, "BUCKET", LIMIT)
         yield
 
 

@@ -86,6 +86,7 @@ class Clipper(ABC):
         draws: whether it draws random numbers from `secret`, which the engine sets for each piece of a batch.
         parts: the parts of the last release with their noise. The engine sets them before `learn`.
         moves_weights: whether `follow` may change weights.
+        reads_weights: whether `follow` or `on_limit` read weights.
         moved: the factors by which the last `follow` multiplied parameters. The network computes the same function.
     """
 
@@ -99,6 +100,7 @@ class Clipper(ABC):
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
     moves_weights: bool = False
+    reads_weights: bool = False
     moved: Mapping[str, float] = MappingProxyType({})
     _parameters: Parameters
 

@@ -215,7 +215,7 @@ class LipschitzClipper(Clipper):
 
     is_capturable = False
     needs_outputs = True
-    moves_weights = True
+    moves_weights = reads_weights = True
 
     def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
         self._strategy, self._site, self._network = strategy, site, network

@@ -180,6 +180,8 @@ def _is_constant(context: StepContext) -> bool:
         and context.views == 1
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
+        and plan.ranks.count == 1
+        and not plan.layout.is_sharded
         and context.observer is None
     )
 

@@ -70,6 +70,8 @@ class StepContext:
         parts: the parts of the next release, with their noise.
         tag: the name under which the run charges the ledger.
         keys: the secrets of the coming steps.
+        ranks: the processes of the run.
+        layout: how the model lies over them.
         weights: verifies that only releases change the model.
         guard: checks around a step that the model did not change in a way that breaks the bound.
         loop: warnings about the user's training loop.
@@ -93,12 +95,13 @@ class StepContext:
         self.event, self.ledger, self.parts = plan.event, plan.ledger, plan.parts
         self.is_seeded = plan.seed is not None
         # A run that released nothing cannot be continued.
-        self.must_load = isinstance(plan.ledger, FileLedger) and plan.ledger.existing and plan.ledger.position > 0
+        self.must_load = plan.ledger.existing and plan.ledger.position > 0
+        self.ranks, self.layout = plan.ranks, plan.layout
         given = None if self.must_load else plan.seed
-        key = NoiseKey.fresh() if given is None else NoiseKey.from_seed(given)
+        own = NoiseKey.fresh() if given is None else NoiseKey.from_seed(given)
+        key, self.tag = self.key_of_rank_0(own), self.ranks.from_rank_0(new_tag)
         self.keys = StepKeys(key, plan.scheme.steps_per_epoch)
         multi_run.require_unused(key.id, plan.ledger)
-        self.tag = new_tag()
         plan.ledger.enter(self.tag, self)
         self.observer = observer.current()
         self.followed = 0
@@ -112,6 +115,7 @@ class StepContext:
             self.weights.released,
             is_coupled=plan.strategy.is_coupled,
             has_local_update=plan.strategy.has_local_update,
+            used=plan.layout.used,
         )
         self.loop = LoopWarnings(plan.model, plan.optimizer)
         self.independence = IndependenceProbe() if plan.probe else None
@@ -123,6 +127,12 @@ class StepContext:
             self.plan_test(plan.loss)
         self.step_hooks: list[RemovableHandle] = training_loop.watch_steps(plan.optimizer, self)
         self.loader: PrivateLoader
+
+    def key_of_rank_0(self, own: NoiseKey) -> NoiseKey:
+        """The key of rank 0, on every rank: all draw the same batches and the same noise."""
+        if self.ranks.count == 1:
+            return own
+        return NoiseKey.from_secret_bytes(*self.ranks.from_rank_0(lambda: (own.secret_bytes(), own.id)))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to copy and to pickle: two runs with one key would add the same noise to two sums."""
@@ -204,6 +214,7 @@ class StepContext:
         """The parts of the next release."""
         # The parts of a drawn batch are fixed, and this method must not change weights.
         is_fixed = self.weights.is_closed or self.loader.is_awaiting or self.clipper.moves_weights
+        is_fixed = is_fixed or self.ranks.count > 1  # other ranks may not be here
         if not is_fixed:
             self.follow_weights(is_updated=False)
         return list(self.parts)
@@ -215,7 +226,12 @@ class StepContext:
 
     def follow_weights(self, is_updated: bool) -> None:
         """Recompute bounds and noise from the current weights and clipping constants."""
-        if self.clipper.follow(is_updated):
+        if self.clipper.reads_weights and self.layout.is_sharded:
+            with self.layout.whole_weights(moves=self.clipper.moves_weights):
+                has_changed = self.clipper.follow(is_updated)
+        else:
+            has_changed = self.clipper.follow(is_updated)
+        if has_changed:
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)

@@ -64,8 +64,11 @@ def statement_of(context: StepContext) -> Statement:
     ledger.require_in_place()
     changed = context.weights.verify(looks_inside=True)
     written = [About.from_dict(entry) for entry in ledger.about]
-    if context.is_described:  # the last entry of this run describes this process
-        written.remove([entry for entry in written if entry.run == context.tag][-1])
+    own = about(context)
+    if context.is_described:  # the last entry of this run describes this process, or rank 0
+        last = [entry for entry in written if entry.run == context.tag][-1]
+        written.remove(last)
+        own = own if context.ranks.is_first else last
     weights = wording.CLOSED if context.weights.is_closed else wording.VERIFIED
     return statement.of_releases(
         ledger.history(),
@@ -73,7 +76,7 @@ def statement_of(context: StepContext) -> Statement:
         context.plan.delta,
         plan=ledger.plan,
         run=ledger.run,
-        sittings=(*written, about(context)),
+        sittings=(*written, own),
         dataset_size=context.scheme.dataset_size,
         exact=ledger.exact,
         declared=ledger.declared,

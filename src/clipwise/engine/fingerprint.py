@@ -56,11 +56,14 @@ def of_users(records: Sequence[Sequence[int]]) -> bytes:
     return digest.digest()
 
 
-def of_model(model: nn.Module) -> bytes:
-    """A digest of a model: its `repr` and its `state_dict`."""
+def of_model(model: nn.Module, state: Mapping[str, Any] | None = None) -> bytes:
+    """A digest of a model: its `repr` and its `state_dict`, or `state` if the model is sharded.
+
+    `fully_shard` puts FSDP before the names of classes.
+    """
     digest = blake2b(digest_size=32)
-    digest.update(re.sub(r" at 0x[0-9a-f]+", "", repr(model)).encode())
-    _update(digest, model.state_dict())
+    digest.update(re.sub(r" at 0x[0-9a-f]+|\bFSDP(?=[A-Z])", "", repr(model)).encode())
+    _update(digest, model.state_dict() if state is None else state)
     return digest.digest()
 
 

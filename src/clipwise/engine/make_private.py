@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping import PerExample, Site, Strategy
+from clipwise.distributed import followers, set_up
+from clipwise.distributed.layouts import layout_of
+from clipwise.distributed.ranks import ranks_of_process
 from clipwise.engine import fingerprint, observer
 from clipwise.engine.context import parts_of
 from clipwise.engine.plan import (
@@ -38,9 +41,9 @@ from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
 from clipwise.sampling import DRAWN_BY_MINI_SETS, ByUser, Fetcher, Partition, Scheme, make_scheme, mini_sets_of
 from clipwise.sampling.augmentation import Views
 from clipwise.validation import step_inputs
-from clipwise.validation.arguments import plain, require_bool, require_path, whole
+from clipwise.validation.arguments import number, plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart
-from clipwise.validation.training_loop import changed_since_last_run, require_one_process
+from clipwise.validation.training_loop import changed_since_last_run, require_process_group
 
 
 def make_private(
@@ -74,8 +77,12 @@ def make_private(
     prefetch_factor: int | None = None,
     probe_independence: bool = True,
     loss: Callable[..., Tensor] | None = None,
+    rank_timeout: float | None = None,
 ) -> Private:
     """Make the training of a model private. The model, the optimizer and the data set are not wrapped or replaced.
+
+    If torch.distributed is initialised (`torchrun`), all ranks call it with the same arguments and train one model
+    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard`. Rank 0 writes the ledger.
 
     Args:
         model: any module. It gets no wrapper and no hooks, and keeps its `state_dict` keys.
@@ -128,12 +135,21 @@ def make_private(
             releases it runs some dozens of times on batches with examples replaced, reordered, removed and collated
             again. A loss that depends on other examples raises an error. It must have no side effects.
             `private.compiled()` uses the same loss.
+        rank_timeout: on several ranks, the number of seconds after which a rank stops waiting for the others and
+            raises `DistributedError`; 600 by default. It must be longer than the slowest step.
 
     Returns:
         The private run: loop over `.loader` and call `.step(losses)`.
     """
-    require_one_process()
+    require_process_group()
+    if rank_timeout is not None:
+        rank_timeout = number("rank_timeout", rank_timeout, above=0)
+    ranks = ranks_of_process(rank_timeout)
+    layout = layout_of(model, optimizer, ranks)
+    model = layout.model
     parameters = step_inputs.trainable_parameters(model, optimizer)
+    layout.bind(parameters)
+    set_up.make_weights_equal(layout)
     changed_before = changed_since_last_run(model, optimizer, parameters)
     epsilon, delta, noise_multiplier, sample_rate = plain((epsilon, delta, noise_multiplier, sample_rate))
     epochs, steps, seed = plain((epochs, steps, seed))
@@ -166,25 +182,30 @@ def make_private(
     target = Target(epsilon, delta, planned, noise_multiplier)
     if observer.current() is not None:  # an audited run keeps no files
         ledger = resume_file = None
-    held = _held(ledger)
-    z = target.multiplier(draws.event(1.0), held)
+    held = ranks.from_rank_0(lambda: _held(ledger))
+    z = ranks.from_rank_0(lambda: target.multiplier(draws.event(1.0), held))
+    set_up.require_equal_data(ranks, dataset)
     statistics = AllPublicStatistics(model)
     statistics.require_complete()
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
-    site = Site(model, parameters, draws.adjacency, draws.unit, scheme, fetcher.empty)
-    clipper = strategy.attach(site)
+    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty)
+    with layout.whole_weights(moves=True):
+        clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
     views = _views(averaged_views, strategy)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
+    set_up.require_equal_arguments(ranks, strategy.describe(), event, parts, noise, planned, seed, type(optimizer))
+    if not ranks.is_first:
+        resume_file = None
     if resume_file is not None:
         require_path("resume_file", resume_file)
         require_writable("resume_file", Path(resume_file))
     header = {"dataset_size": scheme.dataset_size, "parameters": fingerprint.of_parameters(parameters)}
-    opened = _ledger(ledger, header)
+    opened = followers.opened(ranks, ledger, lambda: _ledger(ledger, header))
     if resume_file is None and isinstance(opened, FileLedger):
         resume_file = opened.path.with_name(opened.path.name + ".resume")
     try:
@@ -222,9 +243,12 @@ def make_private(
                 probe=probe_independence and not strategy.is_coupled,
                 changed_before=changed_before,
                 loss=loss,
+                ranks=ranks,
+                layout=layout,
             )
         )
-    except BaseException:
+    except BaseException as error:
+        ranks.fail(error)
         if not isinstance(ledger, Ledger):
             opened.close()
         raise

@@ -14,6 +14,8 @@ from torch import nn
 
 from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
+from clipwise.distributed.layouts import Layout
+from clipwise.distributed.ranks import OneRank
 from clipwise.errors import ConfigurationError, PrivacyWarning
 from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.ledger.budget import PrivacyBudget
@@ -61,6 +63,8 @@ class Plan:
     collate_fn: Callable[[list[Any]], Any] | None
     probe: bool
     changed_before: list[str]
+    ranks: OneRank
+    layout: Layout
     loss: Loss | None = None
 
 

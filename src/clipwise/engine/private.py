@@ -54,10 +54,12 @@ class Private:
             context.secrets_ahead,
             cut=plan.cut,
             prepare=partial(pipeline.hand_out, context),
+            rank=context.ranks.rank,
+            ranks=context.ranks.count,
             **plan.loader_options,
         )
         if watch is not None:
-            context.keys.key, context.is_seeded = watch.begins(context), True
+            context.keys.key, context.is_seeded = context.key_of_rank_0(watch.begins(context)), True
         context.loop.is_reproducible = context.is_seeded
 
     # ----------------------------------------------------------------- the step
@@ -122,7 +124,7 @@ class Private:
                 "private.randomness() draws from the key of one step: use it inside the loop over private.loader, "
                 "around the forward pass of each batch."
             )
-        secret = context.keys.key.derive(f"randomness/{self.loader.awaited().index_in_batch}")
+        secret = context.keys.key.derive(f"randomness/{self.loader.awaited().number}")
         with generators.drawing_from(secret, {p.device for p in context.parameters.values()}):
             context.loop.draws_from_key = True
             yield
@@ -213,6 +215,7 @@ class Private:
         if averages is None:
             raise ConfigurationError("This run keeps no averages: give make_private(..., averaged=0.999).")
         if not averages.is_applied:
+            self._context.layout.reshard()
             self._context.follow_update()
         return averages
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from clipwise.distributed.ranks import reporting_failures
 from clipwise.engine import checkpoint, describe, fingerprint
 from clipwise.engine.context import StepContext
 from clipwise.engine.step import count_broken_step
@@ -19,6 +20,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
     """Optimizer, accountant, configuration and position, in plain types. It holds no secret."""
     ledger, weights, averages = context.ledger, context.weights, context.plan.averages
     context.require_own_weights()
+    context.layout.reshard()
     if weights.verify(looks_inside=True):
         raise StepError(
             "The model was changed after the private run was closed: its weights would not be "
@@ -40,7 +42,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
         "exact": ledger.exact,
         "plan": None if ledger.plan is None else dict(ledger.plan),
         "optimizer": context.optimizer.state_dict(),
-        "weights": weights.state.save(),
+        "weights": _checksums(context),
         "declared": [list(update) for update in ledger.declared],
     }
     if averages is not None:
@@ -51,8 +53,14 @@ def state_dict(context: StepContext) -> dict[str, Any]:
 
 def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     """Continue from a checkpoint: with its own secrets if nothing has changed since, else with fresh ones."""
+    with reporting_failures(context.ranks):
+        _load_state_dict(context, state)
+
+
+def _load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     ledger, averages, keys = context.ledger, context.plan.averages, context.keys
     context.require_open()
+    context.layout.reshard()
     history = checkpoint.history_of(state)
     is_new = ledger.run != state["run"]  # then the history is imported
     _require_fitting(context, state, is_new)
@@ -70,16 +78,17 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
             ledger.declare(context.tag, kind, reason)
     made = _take_tag(context, state)
     keys.slot, context.is_seeded = int(state["slot"]), context.is_seeded or bool(state["seeded"])
-    secrets = checkpoint.take_secrets(context.plan.resume_file) if context.plan.resume_file else None
+    secrets = _secrets_of_rank_0(context)
     continues = False
     if secrets is not None and context.made() == made:
         expected = _secrets(context, state["run"])
         continues = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
+    continues = context.ranks.from_rank_0(lambda: continues, "state")
     if secrets is not None and continues:
         keys.key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
         keys.epoch = bytes.fromhex(secrets.epoch)
     else:
-        keys.key = NoiseKey.fresh()
+        keys.key = context.key_of_rank_0(NoiseKey.fresh())
         ledger.restart(context.tag)
         if context.scheme.sampling is Sampling.SHUFFLED:
             keys.slot = 0
@@ -103,19 +112,23 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
 
 def close(context: StepContext, error: BaseException | None) -> None:
     """End the run cleanly: settle the ledger and write the next secrets to the resume file, if there is one."""
-    weights, key = context.weights, context.keys.key
+    weights, key, ranks = context.weights, context.keys.key, context.ranks
     if weights.is_closed:
         return
+    context.layout.reshard()
     weights.close()
+    if error is not None:
+        ranks.fail(error)
     for hook in context.step_hooks:
         hook.remove()
     try:
         count_broken_step(context, error)
         is_begun = not context.must_load and context.made() > 0
         # A forked copy writes nothing: the run and its secrets belong to the other process.
-        if context.plan.resume_file is not None and is_begun and not key.is_forked:
-            checkpoint.write_secrets(context.plan.resume_file, _secrets(context, context.ledger.run))
+        if is_begun and not key.is_forked:
+            _close_together(context)
     finally:
+        ranks.end()
         key.wipe()
         context.keys.epoch = b""
         context.loader.reset()
@@ -123,6 +136,33 @@ def close(context: StepContext, error: BaseException | None) -> None:
         context.ledger.leave(context.tag, context, is_verified)
     if weights.unverified is not None:
         raise StepError(weights.unverified)
+
+
+def _close_together(context: StepContext) -> None:
+    """Write the secrets of the next step on rank 0, with the digest of a model that may lie over all ranks."""
+    ranks, file = context.ranks, context.plan.resume_file
+    if not ranks.is_broken:
+        ranks.exchange("close")
+    elif context.layout.is_sharded:
+        return  # its digest needs all ranks: the run continues with a fresh secret
+    if context.layout.is_sharded or file is not None:
+        secrets = _secrets(context, context.ledger.run)
+        if file is not None:
+            checkpoint.write_secrets(file, secrets)
+
+
+def _secrets_of_rank_0(context: StepContext) -> checkpoint.Secrets | None:
+    """The contents of the resume file, which rank 0 reads and deletes."""
+    file = context.plan.resume_file
+    return context.ranks.from_rank_0(lambda: checkpoint.take_secrets(file) if file else None, "state")
+
+
+def _checksums(context: StepContext) -> dict[str, int]:
+    """Checksums of the whole model. If it is sharded, all ranks take part."""
+    own = context.weights.state.save()
+    if not context.layout.is_sharded:
+        return own
+    return context.weights.state.checksums_of(context.layout.whole_state())
 
 
 def data_digest(context: StepContext) -> str:
@@ -138,7 +178,7 @@ def _secrets(context: StepContext, run: str) -> checkpoint.Secrets:
         position=context.made(),
         fingerprint=fingerprint.of_configuration(describe.configuration(context)),
         data=data_digest(context),
-        model=fingerprint.of_model(context.model).hex(),
+        model=fingerprint.of_model(context.model, context.layout.whole_state()).hex(),
         key=context.keys.key.secret_bytes().hex(),
         epoch=context.keys.epoch.hex(),
         key_id=context.keys.key.id,
@@ -164,7 +204,8 @@ def _require_fitting(context: StepContext, state: Mapping[str, Any], is_new: boo
             "The ledger holds fewer releases than the checkpoint, so a part of it is missing: give make_private the "
             "complete ledger."
         )
-    if differing := context.weights.state.differing(state["weights"]):
+    whole = context.layout.whole_state() if context.layout.is_sharded else None
+    if differing := context.weights.state.differing(state["weights"], whole):
         raise CheckpointError(
             f"The model does not hold the weights of the checkpoint: {differing[0]!r} differs. Load the model's own "
             "state before this one: model.load_state_dict(...), then private.load_state_dict(...)."

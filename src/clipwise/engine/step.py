@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from clipwise.clipping.contrib.sparse import without
+from clipwise.distributed import followers
+from clipwise.distributed.ranks import digest_of, reporting_failures
 from clipwise.engine import describe
 from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
 from clipwise.gradients import opaque
 from clipwise.ledger import crash_points, multi_run
-from clipwise.noise.mechanism import noised_sums
-from clipwise.noise.release import in_order, write_gradients
 from clipwise.optim.penalty import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
@@ -39,8 +39,16 @@ from clipwise.validation.first_batches import recommend_check
 
 def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     """The rows that the loader yields for a piece, marked for the independence probe, with their random views."""
+    with reporting_failures(context.ranks):
+        return _hand_out(context, batch, piece)
+
+
+def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.require_open()
     context.require_loaded()
+    is_first = piece.index_in_batch == 0
+    if is_first:
+        context.layout.reshard()
     context.guard.before_draw()
     context.loop.draws_from_key = False
     weights = context.weights
@@ -49,6 +57,9 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.follow_update()
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries restored
+    if context.layout.is_sharded and is_first:
+        context.ranks.exchange("draw", check=piece.check)
+        context.layout.unshard()
     is_tested = any(test.is_pending for test in context.tests)
     context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
@@ -63,7 +74,7 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
     """The views of a batch. A second draw for the same piece gives the same views."""
     if context.plan.views is None:
         return batch
-    secret = context.keys.key.derive(f"views/{piece.index_in_batch}")
+    secret = context.keys.key.derive(f"views/{piece.number}")
     return context.plan.views.of_batch(batch, generators.generator_from(secret))
 
 
@@ -72,6 +83,11 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
 
 def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
+    with reporting_failures(context.ranks):
+        return _backward(context, losses, outputs)
+
+
+def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     context.require_open()
     piece = context.loader.awaited()
     context.require_no_local_update("private.step")
@@ -101,6 +117,11 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
 
 def backward_sets(context: StepContext, batch: Any) -> bool:
     """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
+    with reporting_failures(context.ranks):
+        return _backward_sets(context, batch)
+
+
+def _backward_sets(context: StepContext, batch: Any) -> bool:
     context.require_open()
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
@@ -153,7 +174,7 @@ def begin(context: StepContext, piece: Piece) -> None:
         context.is_described = False  # the next release puts it into the ledger
     weights.released.clear()
     if context.clipper.draws:
-        context.clipper.secret = context.keys.key.derive(f"clipper/{piece.index_in_batch}")
+        context.clipper.secret = context.keys.key.derive(f"clipper/{piece.number}")
 
 
 def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bool:
@@ -178,8 +199,9 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
         context.in_step = False
         return False
     context.partial = None
+    context.layout.reshard()
     with releasing(context):
-        release(context, partial(_noise, context, total), partial(_write, context))
+        release(context, partial(_noise, context, total), partial(_write, context), piece.check)
     return True
 
 
@@ -202,7 +224,10 @@ def releasing(context: StepContext) -> Iterator[None]:
 
 
 def release(
-    context: StepContext, noise: Callable[[], dict[str, Tensor]], write: Callable[[dict[str, Tensor]], None]
+    context: StepContext,
+    noise: Callable[[], dict[str, Tensor]],
+    write: Callable[[dict[str, Tensor]], None],
+    check: int = 0,
 ) -> None:
     """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 
@@ -211,8 +236,9 @@ def release(
         noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
         write: writes the released values to `.grad`.
+        check: a digest of the draw, which must be the same on all ranks.
     """
-    charge(context)
+    charge(context, check)
     released = noise()
     context.keys.advance()
     crash_points.reached("step.before-grad")
@@ -220,14 +246,43 @@ def release(
     context.weights.released.remember()
     context.weights.released.is_unused = True
     context.clipper.parts = context.parts
-    if context.clipper.learn(released):
+    if context.clipper.learn(context.layout.whole_release(released)):
         context.set_parts()
     if getattr(context.strategy, "running_statistics", None) is not None:
         context.weights.state.take()  # layers took their running statistics from the release
 
 
-def charge(context: StepContext) -> None:
-    """Charge the ledger for a release before any of it is visible. Describe the run in the ledger first if needed."""
+def charge(context: StepContext, check: int = 0) -> None:
+    """Charge the ledger for a release before any of it is visible. Describe the run in the ledger first if needed.
+
+    Rank 0 charges, and every other rank waits until the charge is durable.
+    """
+    ranks, ledger, loop = context.ranks, context.ledger, context.loop
+    if ranks.count == 1:
+        charge_alone(context)
+        return
+    note: Any = None
+    if ranks.is_first:
+        before = len(ledger.about)
+        charge_alone(context)
+        note = [dict(entry) for entry in ledger.about[before:]]
+    elif not context.is_described:
+        note = [loop.draws, loop.follows_metric]
+    notes = followers.exchanged(ranks, note, digest_of(check, context.parts))
+    if ranks.is_first:
+        for found in filter(None, notes[1:]):
+            if loop.merge(*found):
+                context.is_described = False
+        return
+    for entry in notes[0] or ():
+        ledger.describe(entry)
+    context.is_described, context.described_strategy = True, describe.public_strategy(context)
+    context.keys.is_new = False
+    ledger.charge(context.event, context.tag)  # rank 0 has compared it with the budget
+
+
+def charge_alone(context: StepContext) -> None:
+    """`charge` without the other ranks."""
     if not context.is_described:
         if context.keys.is_new:
             multi_run.require_unused(context.keys.key.id, context.ledger)
@@ -239,23 +294,24 @@ def charge(context: StepContext) -> None:
 
 def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
     """(sum + noise) / divisor of each sum. The sums are overwritten."""
-    in_order(context.parameters, total)
-    return noised_sums(total, context.parts, context.clipper.divisor, context.keys.key)
+    return context.layout.noised(total, context.parts, context.clipper.divisor, context.keys.key)
 
 
 def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
+    total = context.layout.reduced(total)
     if context.observer is not None:
         return context.observer.released(context, total, partial(noised, context))
     return noised(context, total)
 
 
 def _write(context: StepContext, released: dict[str, Tensor]) -> None:
+    layout = context.layout
     gradients: Mapping[str, Tensor] = released
     if context.plan.public_statistics is not None:
-        gradients = context.plan.public_statistics.correct(released, context.parameters)
+        gradients = context.plan.public_statistics.correct(layout.whole_release(released), layout.used)
     if context.clipper.frozen:
         gradients = without(gradients, context.clipper.frozen)
-    write_gradients(context.parameters, gradients)
+    layout.write(gradients if gradients is released else layout.own_part(gradients))
     if context.plan.penalty is not None:
         add_penalty(context.plan.penalty, context.model, context.parameters)
 
@@ -284,10 +340,10 @@ def count_broken_step(context: StepContext, error: BaseException | None) -> None
     """Charge a batch that was drawn and not released, if an error occurred that its data may have caused."""
     is_open = error is not None and context.loader.has_open_batch
     has_failed = context.in_step or context.loader.is_fetching or is_open
-    is_foreign = context.must_load or context.keys.key.is_forked
+    is_foreign = context.must_load or context.keys.key.is_forked or not context.ranks.is_first
     if not has_failed or is_foreign or isinstance(error, BudgetExhausted):
         return
     # Nothing is released, so an exhausted budget is no error. A ledger that has failed counts its whole block.
     with suppress(BudgetExhausted, LedgerError):
-        charge(context)
+        charge_alone(context)
     context.ledger.doubt(context.tag)

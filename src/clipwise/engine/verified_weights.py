@@ -30,7 +30,7 @@ class VerifiedWeights:
     """
 
     def __init__(self, plan: Plan, state: ModelState | None) -> None:
-        self.state = ModelState(plan.model) if state is None else state
+        self.state = ModelState(plan.model, plan.layout.stored_tensor) if state is None else state
         self.released = ReleasedGradients(plan.parameters)
         self.released.remember()  # an earlier run may have left a gradient, which is not used
         self.changed_before = plan.changed_before

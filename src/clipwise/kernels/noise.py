@@ -50,6 +50,7 @@ def normals(
     device: torch.device | None = None,
     onto: Tensor | None = None,
     divisor: float | Tensor = 1.0,
+    start: int = 0,
 ) -> Tensor:
     """`size` independent values of N(0, std^2), flat; with `onto`, (onto + noise) / divisor.
 
@@ -64,14 +65,18 @@ def normals(
         device: must be the key's device.
         onto: `size` values of that dtype on that device, contiguous; not modified.
         divisor: likewise a number or a tensor on the device, of dtype `dtype`.
+        start: the number of values of the stream to skip.
     """
+    if start % 2:  # values come in pairs
+        assert onto is None
+        return normals(key_4, size + 1, std, dtype, device, start=start - 1)[1:]
     assert key_4.dtype == torch.int64 and key_4.shape == (4,) and key_4.is_contiguous()
     assert dtype in (torch.float32, torch.float64)
     # "cuda" without an index is the current device, and matches any device of the key.
     assert device is None or torch.device(device).type == key_4.device.type
     assert onto is None or (onto.numel() == size and onto.dtype == dtype and onto.is_contiguous())
     if not usable(key_4):
-        noise = normals_in_torch(key_4, size, std, dtype)
+        noise = normals_in_torch(key_4, size, std, dtype, start // 2)
         return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
     pairs = blocks(size, 2)
     out = torch.empty(2 * pairs, dtype=dtype, device=key_4.device)
@@ -80,7 +85,7 @@ def normals(
         std_1, divisor_1 = _in_memory(std, torch.float64, key_4), _in_memory(divisor, dtype, key_4)
         with device_of(key_4):
             _write_normals[(blocks(pairs, _BLOCK),)](
-                *(key_4, std_1, out, out if onto is None else onto, divisor_1, pairs, size),
+                *(key_4, std_1, out, out if onto is None else onto, divisor_1, pairs, size, start // 2),
                 *(ROUNDS, _MULTIPLY_0, _MULTIPLY_2, _GROW_0, _GROW_1, _ANGLE, onto is not None, _BLOCK),
             )  # fmt: skip
     return out[:size]
@@ -90,14 +95,16 @@ def _in_memory(number: float | Tensor, dtype: torch.dtype, beside: Tensor) -> Te
     return number if isinstance(number, Tensor) else torch.full((1,), number, dtype=dtype, device=beside.device)
 
 
-def normals_in_torch(key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype) -> Tensor:
+def normals_in_torch(
+    key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype, first_pair: int = 0
+) -> Tensor:
     """The twin of `normals`: the same words, so the same values up to the last bits of log, cos and sin."""
     pairs = blocks(size, 2)
     out_P2 = torch.empty(pairs, 2, dtype=dtype, device=key_4.device)
     key, upper = _halves(key_4[0]), _halves(key_4[1])
     for start in range(0, pairs, _TWIN_PAIRS):
         j_P = torch.arange(start, min(start + _TWIN_PAIRS, pairs), device=key_4.device)
-        words = philox((*_halves(j_P), *(half.expand_as(j_P) for half in upper)), key)
+        words = philox((*_halves(j_P + first_pair), *(half.expand_as(j_P) for half in upper)), key)
         k_P, a_P = words[0] | (words[1] << 32), words[2] | (words[3] << 32)
         out_P2[start : start + len(j_P)] = pairs_from_words(k_P, a_P, std)
     return out_P2.view(-1)[:size]
@@ -130,7 +137,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 @jit
 def _write_normals(
     key: Pointer, std: Pointer, out: Pointer, onto: Pointer, divisor: Pointer,
-    pairs: int, size: int,
+    pairs: int, size: int, first_pair: int,
     ROUNDS: constexpr, MULTIPLY_0: constexpr, MULTIPLY_2: constexpr, GROW_0: constexpr, GROW_1: constexpr,
     ANGLE: constexpr, ADD: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
@@ -139,7 +146,8 @@ def _write_normals(
     secret = tl.load(key).to(tl.uint64, bitcast=True)
     upper = tl.load(key + 1).to(tl.uint64, bitcast=True)
     k0, k1 = secret.to(tl.uint32), (secret >> 32).to(tl.uint32)
-    c0, c1 = j_P.to(tl.uint32), (j_P >> 32).to(tl.uint32)
+    at_P = j_P + first_pair
+    c0, c1 = at_P.to(tl.uint32), (at_P >> 32).to(tl.uint32)
     c2 = tl.zeros([BLOCK], tl.uint32) + upper.to(tl.uint32)
     c3 = tl.zeros([BLOCK], tl.uint32) + (upper >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):

@@ -50,6 +50,8 @@ class _Block:
 class Ledger(ABC):
     """All releases, in order. A ledger belongs to one process; its threads may share it."""
 
+    existing: bool = False  # whether a run was found in it and is to be continued
+
     def __init__(self, state: LedgerState) -> None:
         self._state = state
         self._blocks: dict[str, _Block] = {}  # by run
@@ -91,6 +93,11 @@ class Ledger(ABC):
     def plan(self) -> Mapping[str, JSON] | None:
         """The first plan that a run described, if any: `budget`, `delta`, `planned` steps, and whether it is `late`."""
         return self._state.plan
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more can be charged."""
+        return self._closed
 
     @property
     def exact(self) -> bool:

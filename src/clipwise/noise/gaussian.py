@@ -56,6 +56,7 @@ def gaussian(
     dtype: torch.dtype = torch.float32,
     onto: Tensor | None = None,
     divisor: float = 1.0,
+    start: int = 0,
 ) -> Tensor:
     """`size` independent values of N(0, std^2), a pure function of `key`; or (onto + those) / divisor, flat.
 
@@ -72,6 +73,7 @@ def gaussian(
             precision, add it in float32 and round the noised sum.
         onto: the tensor that the noise is added to: `size` values of that dtype and device, contiguous.
         divisor: the noised sum is divided by this. It needs `onto`.
+        start: the number of values of the stream to skip: a rank draws the noise of its shard.
     """
     _require_drawable(key, [size], [std])
     if dtype not in (torch.float32, torch.float64):
@@ -83,8 +85,9 @@ def gaussian(
     if target.type == "cuda":
         # CUDA uses 128 bits of the key.
         words_4 = key_words(key).to(target, non_blocking=True)
-        return normals(words_4, size, std, dtype, target, onto, divisor)
-    noise = _on_cpu(key, [size], [std], dtype).to(target)
+        return normals(words_4, size, std, dtype, target, onto, divisor, start)
+    first = start - start % _CPU_CHUNK
+    noise = _on_cpu(key, [start + size - first], [std], dtype, first // _CPU_CHUNK)[start - first :].to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
@@ -103,12 +106,14 @@ def _require_drawable(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -
         raise ConfigurationError("std must be a finite number that is not negative.")
 
 
-def _on_cpu(key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype) -> Tensor:
+def _on_cpu(
+    key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype, first_chunk: int = 0
+) -> Tensor:
     """Draw in chunks, on as many threads as torch may use."""
     ends = list(accumulate(sizes))
     noise = torch.empty(ends[-1], dtype=dtype)
     starts = deque(range(0, ends[-1], _CPU_CHUNK))
-    by_all_threads(starts, partial(_draw_chunks, key, noise, ends, stds))
+    by_all_threads(starts, partial(_draw_chunks, key, noise, ends, stds, first_chunk))
     return noise
 
 
@@ -130,7 +135,9 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="clipwise-noise")
 
 
-def _draw_chunks(key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], starts: deque[int]) -> None:
+def _draw_chunks(
+    key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], first_chunk: int, starts: deque[int]
+) -> None:
     """Draw chunks until no start is left, through one float64 buffer.
 
     Numpy releases the interpreter lock while it draws and scales, so threads run in parallel.
@@ -144,7 +151,7 @@ def _draw_chunks(key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[
             return
         stop = min(start + _CPU_CHUNK, len(out))
         drawn = buffer[: stop - start]
-        _stream(key, start // _CPU_CHUNK).standard_normal(out=drawn)
+        _stream(key, first_chunk + start // _CPU_CHUNK).standard_normal(out=drawn)
         piece, here = bisect_right(ends, start), start
         while here < stop:
             end = min(ends[piece], stop)

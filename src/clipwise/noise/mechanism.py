@@ -57,7 +57,7 @@ def noised_by_part(
             sums = [total.pop(n) for n in names]
             if part.grid:
                 assert key is not None
-                steps = partial(_draw_steps, key, part.noise_std / part.grid, f"secure/{number}/{place}")
+                steps = partial(_draw_steps, key, part.noise_std / part.grid, number, place)
                 released = noised_on_grid(sums, steps, divisor, part.grid, scales)
             else:
                 released = noised(sums, draw_of(number, place, part.noise_std, device), divisor, scales)
@@ -74,6 +74,11 @@ def noise_label(part: int, place: int, bucket: int) -> str:
     return f"noise/{part}/{place}/{bucket}"
 
 
+def secure_label(part: int, place: int, bucket: int) -> str:
+    """The label of the key of a draw of secure noise."""
+    return f"secure/{part}/{place}/{bucket}"
+
+
 def _draw_from(key: NoiseKey, part: int, place: int, std: float, device: torch.device) -> Draw:
     def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
         secret = key.derive(noise_label(part, place, bucket))
@@ -82,6 +87,6 @@ def _draw_from(key: NoiseKey, part: int, place: int, std: float, device: torch.d
     return draw
 
 
-def _draw_steps(key: NoiseKey, ratio: float, label: str, bucket: int, size: int) -> Tensor:
+def _draw_steps(key: NoiseKey, ratio: float, part: int, place: int, bucket: int, size: int) -> Tensor:
     """Secure noise, in multiples of the grid step."""
-    return rounded_gaussian(key.derive(f"{label}/{bucket}"), size, ratio)
+    return rounded_gaussian(key.derive(secure_label(part, place, bucket)), size, ratio)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clipwise.privacy import Part
 
-_BUCKET = 16 * 2**20  # noise values per draw: 64 MiB in addition to the sums
+BUCKET = 16 * 2**20  # noise values per draw: 64 MiB in addition to the sums
 
 # (bucket number, size, dtype, onto, divisor) -> flat noise, or (onto + noise) / divisor.
 Draw = Callable[[int, int, torch.dtype, Tensor | None, float], Tensor]
@@ -24,7 +24,7 @@ def buckets(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         if not found or size > left:
             found.append(0)
-            left = max(size, _BUCKET)
+            left = max(size, BUCKET)
         found[-1] += 1
         left -= size
     return found
@@ -36,7 +36,7 @@ def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
         len(parts) > 1
         and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in sums.values())
-        and sum(t.numel() for t in sums.values()) <= _BUCKET
+        and sum(t.numel() for t in sums.values()) <= BUCKET
     )
 
 

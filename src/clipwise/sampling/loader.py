@@ -37,6 +37,8 @@ class Piece:
     last: bool = field(repr=False)  # whether it is the last piece of its batch
     indices: Indices = field(repr=False)  # the records in it
     consumed: bool = False  # whether the training loop has used it
+    number: int = field(default=0, repr=False)  # among the pieces of the batch on all ranks
+    check: int = field(default=0, repr=False)  # a digest of the whole draw, to compare with other ranks
 
 
 class PrivateLoader:
@@ -61,6 +63,8 @@ class PrivateLoader:
         pin_memory: yield batches in page-locked memory, for faster copies to an accelerator.
         prefetch_factor: the number of pieces that each worker fetches ahead.
         prepare: applied to each batch and its piece just before it is yielded.
+        rank, ranks: this process and the number of processes. All of them draw the same batch, and each yields its own
+            records. All yield the same number of pieces.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class PrivateLoader:
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         prepare: Callable[[Any, Piece], Any] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         self._cut = BySize(max_physical_batch_size) if cut is None else cut
         if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
@@ -84,7 +90,7 @@ class PrivateLoader:
             whole("prefetch_factor", prefetch_factor, least=1)
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
-        if scheme.has_random_size or self._cut.may_be_empty:
+        if scheme.has_random_size or self._cut.may_be_empty or ranks > 1:
             fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
@@ -96,6 +102,7 @@ class PrivateLoader:
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
         self._prepare = prepare
+        self._rank, self._ranks = rank, ranks
         self._turn = 0
         self._most_pieces = self._cut.most_pieces(scheme.largest_size)
         # Depends on the arguments only, so that the same training loop works for every batch size.
@@ -217,16 +224,21 @@ class PrivateLoader:
         """The pieces of the rest of the epoch."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = self._cut(indices)
+            parts = self._cut.of_rank(indices, self._rank, self._ranks)
+            check = _digest(indices) if self._ranks > 1 else 0
             for i, part in enumerate(parts):
-                yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part)
+                number = i * self._ranks + self._rank
+                yield Piece(
+                    offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check
+                )
             if slot + 1 >= self._scheme.steps_per_epoch:
                 return
 
     def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
         """The pieces and their batches through a `DataLoader`, which requests pieces ahead and keeps their order."""
         requested: deque[Piece] = deque()
-        secret = blake2b(next(self._secrets())[0], digest_size=32, person=b"clipwise.workers").digest()
+        rank = self._rank.to_bytes(8, "little")
+        secret = blake2b(next(self._secrets())[0] + rank, digest_size=32, person=b"clipwise.workers").digest()
 
         def request() -> Iterator[Indices]:
             for piece in self._schedule():
@@ -260,6 +272,10 @@ class PrivateLoader:
                     "for the batch that it fetched: loop over private.loader again, perhaps with a smaller num_workers."
                 ) from error
             yield requested.popleft(), batch
+
+
+def _digest(drawn: Indices) -> int:
+    return int.from_bytes(blake2b(drawn.tobytes(), digest_size=7).digest(), "little")
 
 
 def _seed_worker(secret: bytes, number: int) -> None:

@@ -42,6 +42,15 @@ class Cut(ABC):
         """The number of units that a scheme draws from, for a data set of so many records."""
         return records
 
+    def of_rank(self, drawn: Indices, rank: int, ranks: int) -> list[Indices]:
+        """The pieces of one of several ranks. All ranks have the same number of pieces; some may be empty.
+
+        Here a piece is never cut, and the ranks take turns.
+        """
+        pieces = self(drawn)
+        own = pieces[rank::ranks]
+        return own + [_NO_RECORDS] * (-(-len(pieces) // ranks) - len(own))
+
 
 @dataclass(frozen=True)
 class BySize(Cut):
@@ -58,6 +67,12 @@ class BySize(Cut):
         if self.limit is None or len(drawn) <= self.limit:
             return [drawn]
         return np.array_split(drawn, -(-len(drawn) // self.limit))
+
+    def of_rank(self, drawn: Indices, rank: int, ranks: int) -> list[Indices]:
+        """Every rank takes each `ranks`-th record of the draw, so that shares differ by one record at most."""
+        largest = -(-len(drawn) // ranks)
+        count = 1 if self.limit is None else max(1, -(-largest // self.limit))
+        return np.array_split(drawn[rank::ranks], count)
 
     def most_pieces(self, largest_size: int) -> int:
         return 1 if self.limit is None else max(1, -(-largest_size // self.limit))

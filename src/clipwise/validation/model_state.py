@@ -8,7 +8,7 @@ A privacy statement is about the current weights. A run therefore records every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,14 @@ class ModelState:
 
     Runs with the same model and ledger share it. Buffers that follow from weights and public rows alone are left out:
     those of `PublicBatchNorm` and of spectral norm.
+
+    Args:
+        model: the model.
+        stored: maps a parameter or buffer to the tensor that holds its values in this process, for a sharded model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stored: Callable[[Tensor], Tensor] = lambda t: t) -> None:
+        self._stored = stored
         self.is_updating = False  # whether a run steps the optimizer on a released gradient
         self._inventory = Inventory(model)
         self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints and of the initial weights
@@ -113,10 +118,18 @@ class ModelState:
         kept = self._persistent()
         return {name: value for name, value in zip(self._tensors, values, strict=True) if name in kept}
 
-    def differing(self, saved: Mapping[str, int]) -> list[str]:
-        """Return the names of tensors that differ from the checksums that `save` returned."""
-        now = {name: t for name, t in self._tensors_now().items() if name in self._persistent()}
-        values = dict(zip(now, checksums(now.values()).tolist(), strict=True))
+    def checksums_of(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the checksums of a `state_dict` of the model with the entries of all ranks."""
+        kept = self._persistent()
+        now = {name: state[name] for name in self._tensors_now() if name in kept}
+        return dict(zip(now, checksums(now.values()).tolist(), strict=True))
+
+    def differing(self, saved: Mapping[str, int], whole: Mapping[str, Tensor] | None = None) -> list[str]:
+        """Return the names of tensors that differ from the checksums that `save` returned.
+
+        `whole` is the `state_dict` with the entries of all ranks, for a sharded model.
+        """
+        values = self.checksums_of(self._tensors_now() if whole is None else whole)
         return sorted(n for n in values.keys() | saved.keys() if values.get(n) != saved.get(n))
 
     def _found_before(self) -> list[str]:
@@ -134,7 +147,7 @@ class ModelState:
 
     def _tensors_now(self) -> dict[str, Tensor]:
         return {
-            name: t
+            name: self._stored(t)
             for name, module, tensors, key in self._inventory.up_to_date().state
             if (t := tensors[key]) is not None
             and not (isinstance(module, PublicBatchNorm) and tensors is module._buffers)

@@ -13,7 +13,7 @@ from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
 from clipwise.validation.forward_changes import BufferGuard
 from clipwise.validation.marked import tracked
-from clipwise.validation.training_loop import ReleasedGradients, require_one_process
+from clipwise.validation.training_loop import ReleasedGradients
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -196,6 +196,7 @@ class StepGuard:
         released: the gradients that the run wrote to `.grad`.
         is_coupled: whether whole microbatches are clipped, within which examples may depend on one another.
         has_local_update: whether a step works on a copy of the model, which may keep statistics.
+        used: the parameters in the model during a step, if it is sharded.
     """
 
     def __init__(
@@ -205,14 +206,14 @@ class StepGuard:
         released: ReleasedGradients,
         is_coupled: bool = False,
         has_local_update: bool = False,
+        used: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self._parameters, self._released = parameters, released
+        self._parameters, self._used, self._released = parameters, used or parameters, released
         self._is_coupled, self._has_local_update = is_coupled, has_local_update
         self._forward = BufferGuard(model)
 
     def before_draw(self) -> None:
         """Check before the next batch is drawn."""
-        require_one_process()
         self._forward.inventory.up_to_date()
         self._require_same_parameters()
 
@@ -238,7 +239,8 @@ class StepGuard:
     def _require_same_parameters(self) -> None:
         """Raise if the trainable parameters are not those of `make_private`."""
         for name, p in self._forward.inventory.parameters:
-            if p.requires_grad != (name in self._parameters) or p is not self._parameters.get(name, p):
+            is_known = p is self._parameters.get(name, p) or p is self._used.get(name)
+            if p.requires_grad != (name in self._parameters) or not is_known:
                 raise StepError(
                     f"Parameter {name!r} was added, replaced, or its requires_grad changed after make_private: build "
                     "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "

@@ -126,7 +126,7 @@ class ReleasedGradients:
         return CLEARED if self.is_unused and not is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
@@ -151,6 +151,15 @@ class ReleasedGradients:
         is_multiple = (factor > 0) & ((factor * before - after).abs() <= near).all()
         is_clamped = ((before.clamp(-most, most) - after).abs() <= near).all()
         return bool(is_multiple | is_clamped)
+
+
+def _local(t: Tensor) -> Tensor:
+    """The part of a gradient in this process. Operations on a whole DTensor would wait for other processes."""
+    if not hasattr(t, "to_local"):
+        return t
+    with torch.no_grad():
+        local: Tensor = t.to_local()
+    return local
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
@@ -216,20 +225,17 @@ def changed_since_last_run(
     return [*changed, *weights.changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
 
 
-def require_one_process() -> None:
-    """Raise on several ranks: each would train its own model and count only its own releases."""
+def require_process_group() -> None:
+    """Raise in a process of torchrun without a process group: it would train its own model with its own ledger."""
     distributed = torch.distributed
-    ranks = 1
     if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-    elif "RANK" in os.environ and os.environ.get("WORLD_SIZE", "").isdecimal():  # before init_process_group
-        ranks = int(os.environ["WORLD_SIZE"])
-    if ranks > 1:
+        return
+    ranks = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
+    if ranks.isdecimal() and int(ranks) > 1:
         raise ConfigurationError(
-            f"torch.distributed has {ranks} ranks. A private run on several ranks is not supported yet: each rank "
-            "would draw its own batches and noise, train its own model and count only its own releases. Start one "
-            "process (python train.py instead of torchrun) on one device; max_physical_batch_size lets large batches "
-            "fit into its memory."
+            f"torchrun started {ranks} processes, and torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before make_private. Without it each process would draw its own "
+            "batches and noise, train its own model and count only its own releases."
         )
 
 
@@ -269,6 +275,13 @@ class LoopWarnings:
         self._rates = self._rates_now()
         self._rate_changes = 0
         self._warned_of_mode = False
+
+    def merge(self, draws: str, follows_metric: bool) -> bool:
+        """Take over what another rank found. Returns whether the statement has to change."""
+        before = self.draws, self.follows_metric
+        self.draws = max(self.draws, draws, key=_SOURCES.index)
+        self.follows_metric |= follows_metric
+        return before != (self.draws, self.follows_metric)
 
     def before_step(self) -> bool:
         """Check before the step of a batch. Returns whether the statement has to change."""

@@ -1,0 +1,76 @@
+"""What must hold on all ranks before the first step: equal arguments, equal data, equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from clipwise.distributed.layouts import Layout
+from clipwise.distributed.ranks import OneRank, Ranks, digest_of
+from clipwise.errors import ConfigurationError
+from clipwise.validation.tensor_changes import checksums
+
+_COMPARED_RECORDS = 64
+
+
+def require_equal_arguments(ranks: OneRank, *values: object) -> None:
+    """Raise on every rank unless all of them have these values, and the versions on which draws depend."""
+    if ranks.count > 1:
+        ranks.exchange("set-up", check=digest_of(values, torch.__version__, np.__version__))
+
+
+def require_equal_data(ranks: OneRank, dataset: Any) -> None:
+    """Raise if the ranks have different tensors. Other data sets are not read: their records may be random."""
+    if ranks.count == 1:
+        return
+    mine = _digest(dataset)
+    if len(set(ranks.exchange("set-up", mine))) > 1:
+        raise ConfigurationError(
+            "dataset is not the same on every rank. Give every rank the whole data set: one batch is drawn from all of "
+            "it, and each rank gets its own records of that batch. Use no DistributedSampler and no part of the data."
+        )
+
+
+def make_weights_equal(layout: Layout) -> None:
+    """If ranks have different weights, give all of them those of rank 0, as DistributedDataParallel does."""
+    ranks = layout.ranks
+    if not isinstance(ranks, Ranks) or layout.is_sharded:
+        return
+    tensors = [t.detach() for t in (*layout.model.parameters(), *layout.model.buffers())]
+    if len(set(ranks.exchange("set-up", repr(checksums(tensors).tolist()).encode()))) == 1:
+        return
+    for t in tensors:
+        _broadcast(t, ranks)
+
+
+@torch.no_grad()
+def _broadcast(t: Tensor, ranks: Ranks) -> None:
+    """Overwrite a tensor with that of rank 0."""
+    sent = t.contiguous()
+    work = dist.broadcast(sent, 0, group=ranks.group if t.device.type == "cpu" else None, async_op=True)
+    if t.device.type == "cpu":
+        ranks.wait(work)
+    elif work is not None:
+        work.wait()
+    if sent is not t:
+        t.copy_(sent)
+
+
+def _digest(dataset: Any) -> bytes:
+    places = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED_RECORDS).astype(int))
+    while type(dataset) is Subset:
+        places, dataset = np.asarray(dataset.indices)[places], dataset.dataset
+    if not isinstance(dataset, TensorDataset):
+        return b""
+    return digest_of(*_values(dataset.tensors, places)).to_bytes(8, "little")
+
+
+def _values(tensors: Iterable[Tensor], places: Any) -> Iterable[object]:
+    rows = torch.as_tensor(places)
+    return [checksums([t[rows.to(t.device)]]).tolist() for t in tensors]
