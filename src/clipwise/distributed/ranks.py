@@ -158,13 +158,16 @@ class Ranks(OneRank):
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group(self.group)
 
-    def wait(self, work: Work | None) -> None:
-        """Wait for a collective on the CPU. Raises if a rank fails, ends, or takes longer than the timeout."""
+    def wait(self, work: Work | None, is_lazy: bool = False) -> None:
+        """Wait for a collective on the CPU. Raises if a rank fails, ends, or takes longer than the timeout.
+
+        `is_lazy`: the collective makes progress only while it is waited for, with the timeout of its own group.
+        """
         if work is None:
             return
         start, pause, look = time.monotonic(), 2e-5, _LOOK_EVERY
         try:
-            while not work.is_completed():
+            while not is_lazy and not work.is_completed():
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 waited = time.monotonic() - start

@@ -182,7 +182,8 @@ class Sharded(Layout):
             for term in every[1:]:
                 mine_n += term[rank]
             return
-        self._wait(dist.reduce_scatter_tensor(mine_n, packed_Rn, group=group, async_op=True), packed_Rn)
+        work = dist.reduce_scatter_tensor(mine_n, packed_Rn.view(-1), group=group, async_op=True)
+        self._wait(work, packed_Rn, is_lazy=True)  # gloo's is
 
     def _all_reduced(self, shards: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
         flat = torch.cat([t.reshape(-1) for t in shards])
@@ -190,9 +191,9 @@ class Sharded(Layout):
         pieces = torch.split(flat, [t.numel() for t in shards])
         return [piece.view(t.shape) for piece, t in zip(pieces, shards, strict=True)]
 
-    def _wait(self, work: dist.Work | None, t: Tensor) -> None:
+    def _wait(self, work: dist.Work | None, t: Tensor, is_lazy: bool = False) -> None:
         if isinstance(self.ranks, Ranks):
-            sums.wait(work, t, self.ranks)
+            sums.wait(work, t, self.ranks, is_lazy)
         elif work is not None:
             work.wait()
 

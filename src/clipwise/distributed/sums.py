@@ -79,11 +79,11 @@ def _finish(flat: Tensor, started: tuple[dist.Work | None, list[Tensor]], ranks:
             flat += term
 
 
-def wait(work: dist.Work | None, t: Tensor, ranks: Ranks) -> None:
+def wait(work: dist.Work | None, t: Tensor, ranks: Ranks, is_lazy: bool = False) -> None:
     """Wait for a collective: on a device in its stream, on the CPU with the run's timeout."""
     if work is None:
         return
     if t.device.type == "cpu":
-        ranks.wait(work)
+        ranks.wait(work, is_lazy)
     else:
         work.wait()

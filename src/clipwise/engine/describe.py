@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -68,7 +69,8 @@ def statement_of(context: StepContext) -> Statement:
     if context.is_described:  # the last entry of this run describes this process, or rank 0
         last = [entry for entry in written if entry.run == context.tag][-1]
         written.remove(last)
-        own = own if context.ranks.is_first else last
+        if not context.ranks.is_first:
+            own = replace(own, draws=last.draws, followed_metric=last.followed_metric, versions=last.versions)
     weights = wording.CLOSED if context.weights.is_closed else wording.VERIFIED
     return statement.of_releases(
         ledger.history(),

@@ -1,0 +1,104 @@
+"""Several gloo processes on this machine, started once and given functions to run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankFailed(Exception):
+    """A function raised on a rank; the message has the rank and the traceback."""
+
+
+class World:
+    """Processes that are ranks 0 .. size-1 of one process group."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self.size = size
+        self.folder = tempfile.TemporaryDirectory()
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            store = f"file://{self.folder.name}/store"
+            process = context.Process(target=_serve, args=(rank, size, store, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
+        """The results of `function(rank, *args)` on all ranks. Raises if one of them raised."""
+        found = self.outcomes(function, *args, seconds=seconds)
+        for rank, (result, error) in enumerate(found):
+            if error is not None:
+                raise RankFailed(f"rank {rank}: {error}")
+        return [result for result, _ in found]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[tuple[Any, str | None]]:
+        """(result, traceback) of `function(rank, *args)` on all ranks; (None, "ended") for one that was killed."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        found: list[tuple[Any, str | None]] = []
+        for pipe in self._pipes:
+            try:
+                if not pipe.poll(seconds):
+                    found.append((None, "hangs"))
+                    continue
+                found.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, ConnectionError):
+                found.append((None, "ended"))
+        return found
+
+    def end(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.folder.cleanup()
+
+
+@contextmanager
+def world(size: int) -> Iterator[World]:
+    started = World(size)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer: tuple[Any, str | None] = function(rank, *args), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)  # without waiting for other ranks, which may have been killed
+
+
+def folder_of(world: World) -> Path:
+    return Path(world.folder.name)
