@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
+.PHONY: help demo reproduce bench test test-integrations test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -28,7 +28,10 @@ bench: $(STAMP)  ## time and memory beside non-private training: make bench ARGS
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not integration"
+
+test-integrations: $(STAMP)  ## runs over several processes, one after the other
+	$(BIN)/python -m pytest -n 0 -m integration
 
 test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy and scipy, and no pytest
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import clipwise
-from clipwise import Batch, Lipschitz, PerExample, Private, make_private
+from clipwise import Batch, Lipschitz, PerExample, Private, lipschitz, make_private
+from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped import clip_inputs
+from clipwise.layers.replace_batchnorm import replace_batchnorm
 
 FEATURES, CLASSES = 5, 3
 LAYOUTS = ("plain", "ddp", "fsdp")
@@ -44,7 +46,7 @@ def laid_out(model: nn.Module, layout: str) -> nn.Module:
     if layout == "plain":
         return model
     if layout == "ddp":
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, broadcast_buffers=False)
     options: dict[str, Any] = {}
     if layout == "hsdp":
         options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
@@ -73,10 +75,19 @@ def losses_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def train(model: nn.Module, private: Private, steps: int) -> None:
+LIPSCHITZ_LOSS = lipschitz.SoftmaxCrossEntropy(1.0)
+
+
+def train(model: nn.Module, private: Private, steps: int, is_lipschitz: bool = False) -> None:
     while steps > 0:
         for batch in private.loader.pieces():
-            steps -= private.step(losses_of(model, batch) if len(batch[0]) else None)
+            if not len(batch[0]):
+                steps -= private.step(None)
+            elif is_lipschitz:
+                outputs = model(batch[0])
+                steps -= private.step(LIPSCHITZ_LOSS(outputs, batch[1]), outputs=outputs)
+            else:
+                steps -= private.step(losses_of(model, batch))
             if steps == 0:
                 return
 
@@ -94,8 +105,30 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "reweight": lambda: PerExample(max_norm=1.0, method="reweight"),
     "batch": lambda: Batch(max_norm=1.0, mini_sets=4),
     "backprop": lambda: clipwise.Backprop(),
+    "public": lambda: PerExample(max_norm=1.0),
+    "users": lambda: Batch(max_norm=1.0),
+    "lipschitz": lambda: Lipschitz(max_weight_norm=1.0, input_norm=3.0, loss=LIPSCHITZ_LOSS),
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {"backprop": lambda: clip_inputs(network(), input_norm=1.0)}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "backprop": lambda: clip_inputs(network(), input_norm=1.0),
+    "lipschitz": lambda: bounded_network(),
+    "public": lambda: public_network(),
+}
+
+
+def bounded_network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(ClipInput(3.0), nn.Linear(FEATURES, 7), nn.ReLU(), nn.Linear(7, CLASSES))
+
+
+def public_network() -> nn.Module:
+    """Batch normalization with the statistics of public rows."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(FEATURES, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, CLASSES))
+        replaced, _ = replace_batchnorm(model, torch.randn(12, FEATURES), "public-exact")
+    return replaced
 
 
 def trained(
@@ -108,6 +141,7 @@ def trained(
     **options: Any,
 ) -> dict[str, Any]:
     """Train a few steps; returns parameters, statement and other results of this rank."""
+    torch.manual_seed(7)  # the same on all ranks: nothing may depend on it
     model = laid_out(MODELS.get(strategy, network)(), layout)
     arguments: dict[str, Any] = {"noise_multiplier": 1.0, "seed": 1, "rank_timeout": 20.0}
     if options.get("sampling") != "full":
@@ -119,12 +153,14 @@ def trained(
         clipping=STRATEGIES[strategy](),
         **(arguments | options),
     ) as private:
-        train(model, private, steps)
-        return {"parameters": whole(model), "statement": str(private.statement()), "steps": private.steps}
+        train(model, private, steps, strategy == "lipschitz")
+        found = {"parameters": whole(model), "statement": str(private.statement()), "steps": private.steps}
+        if "averaged" in options:
+            with private.averaged.applied():
+                found["averages"] = whole(model)
+        return found
 
 
 def close_to(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2e-5) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], rtol=tolerance, atol=tolerance) for n in a)
 
-
-__all__ = ["Lipschitz"]

@@ -78,6 +78,9 @@ class Layout:
         """The part of this rank of gradients with every entry."""
         return gradients
 
+    def require_public_statistics(self, has_any: bool) -> None:
+        """Raise if the model has layers with public statistics and they cannot follow its weights."""
+
     def write(self, gradients: Mapping[str, Tensor]) -> None:
         """Write `.grad` of the parameters that the optimizer holds."""
         write_gradients(self.stored, gradients)
@@ -139,5 +142,3 @@ def _require_supported(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
                 raise ConfigurationError(f"torch.nn.DataParallel {advice}")
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise ConfigurationError(f"DeepSpeed (ZeRO stage 3) {advice}")
-
-

@@ -119,6 +119,13 @@ class Sharded(Layout):
             return gradients.shards
         return {name: self._part(name, gradients[name]) for name in self.stored}
 
+    def require_public_statistics(self, has_any: bool) -> None:
+        if has_any:
+            raise ConfigurationError(
+                "PublicBatchNorm is not supported in a model sharded by fully_shard: its statistics need the whole "
+                "weights after every update. Use DistributedDataParallel(..., broadcast_buffers=False), or GroupNorm."
+            )
+
     @torch.no_grad()
     def write(self, gradients: Mapping[str, Tensor]) -> None:
         for name, p in self.stored.items():

@@ -186,6 +186,7 @@ def make_private(
     z = ranks.from_rank_0(lambda: target.multiplier(draws.event(1.0), held))
     set_up.require_equal_data(ranks, dataset)
     statistics = AllPublicStatistics(model)
+    layout.require_public_statistics(bool(statistics))
     statistics.require_complete()
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)

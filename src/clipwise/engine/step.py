@@ -308,7 +308,7 @@ def _write(context: StepContext, released: dict[str, Tensor]) -> None:
     layout = context.layout
     gradients: Mapping[str, Tensor] = released
     if context.plan.public_statistics is not None:
-        gradients = context.plan.public_statistics.correct(layout.whole_release(released), layout.used)
+        gradients = context.plan.public_statistics.correct(released, context.parameters)
     if context.clipper.frozen:
         gradients = without(gradients, context.clipper.frozen)
     layout.write(gradients if gradients is released else layout.own_part(gradients))
