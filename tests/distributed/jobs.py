@@ -49,7 +49,9 @@ def laid_out(model: nn.Module, layout: str) -> nn.Module:
         return DistributedDataParallel(model, broadcast_buffers=False)
     options: dict[str, Any] = {}
     if layout == "hsdp":
-        options["mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+        options["mesh"] = init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards")
+        )
     if layout == "fsdp-bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if layout == "fsdp-offload":
@@ -147,11 +149,7 @@ def trained(
     if options.get("sampling") != "full":
         arguments["batch_size"] = 8
     with make_private(
-        model,
-        optimizer_of(optimizer, model),
-        data(size),
-        clipping=STRATEGIES[strategy](),
-        **(arguments | options),
+        model, optimizer_of(optimizer, model), data(size), clipping=STRATEGIES[strategy](), **(arguments | options)
     ) as private:
         train(model, private, steps, strategy == "lipschitz")
         found = {"parameters": whole(model), "statement": str(private.statement()), "steps": private.steps}
@@ -163,4 +161,3 @@ def trained(
 
 def close_to(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 2e-5) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[n], b[n], rtol=tolerance, atol=tolerance) for n in a)
-

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-class RankFailed(Exception):
+class RankError(Exception):
     """A function raised on a rank; the message has the rank and the traceback."""
 
 
@@ -44,9 +44,9 @@ class World:
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[Any]:
         """The results of `function(rank, *args)` on all ranks. Raises if one of them raised."""
         found = self.outcomes(function, *args, seconds=seconds)
-        for rank, (result, error) in enumerate(found):
+        for rank, (_, error) in enumerate(found):
             if error is not None:
-                raise RankFailed(f"rank {rank}: {error}")
+                raise RankError(f"rank {rank}: {error}")
         return [result for result, _ in found]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[tuple[Any, str | None]]:

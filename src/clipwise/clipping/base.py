@@ -86,7 +86,6 @@ class Clipper(ABC):
         draws: whether it draws random numbers from `secret`, which the engine sets for each piece of a batch.
         parts: the parts of the last release with their noise. The engine sets them before `learn`.
         moves_weights: whether `follow` may change weights.
-        reads_weights: whether `follow` or `on_limit` read weights.
         moved: the factors by which the last `follow` multiplied parameters. The network computes the same function.
     """
 
@@ -100,7 +99,6 @@ class Clipper(ABC):
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
     moves_weights: bool = False
-    reads_weights: bool = False
     moved: Mapping[str, float] = MappingProxyType({})
     _parameters: Parameters
 
@@ -211,6 +209,8 @@ class Strategy(ABC):
         takes_complex: whether parameters may be complex. They are treated as pairs of real numbers.
         has_local_update: whether it computes an update by `Clipper.clipped_update` instead of taking losses.
         allows_batch_norm: whether `attach` itself checks normalization layers.
+        needs_whole_weights: what reads or changes weights outside of a forward pass, so that the model cannot be
+            sharded; "" if nothing does.
     """
 
     name: ClassVar[str]
@@ -225,6 +225,7 @@ class Strategy(ABC):
     takes_complex: bool = False
     has_local_update: bool = False
     allows_batch_norm: bool = False
+    needs_whole_weights: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -115,6 +115,7 @@ class Lipschitz(Strategy):
     input_shape: Sequence[int] | None = None
 
     name = "lipschitz"
+    needs_whole_weights = "Lipschitz"
     bounds_inside = True
     allows_batch_norm = True  # the trace raises for batch statistics, and names a layer with bounds
 
@@ -215,7 +216,7 @@ class LipschitzClipper(Clipper):
 
     is_capturable = False
     needs_outputs = True
-    moves_weights = reads_weights = True
+    moves_weights = True
 
     def __init__(self, strategy: Lipschitz, site: Site, network: Network) -> None:
         self._strategy, self._site, self._network = strategy, site, network

@@ -50,6 +50,17 @@ class VectorClipping(Strategy):
         """`Sparse` supports real parameters only."""
         return self.sparse is None
 
+    @property
+    def needs_whole_weights(self) -> str:  # type: ignore[override]
+        """The option that prevents sharding."""
+        options = {
+            "sparse=Sparse(...)": self.sparse is not None,
+            "running_statistics=NoisedStatistics(...)": self.running_statistics is not None,
+            "local_update": self.has_local_update,
+            f"parts={type(self.parts).__name__}(...) with public data": bool(self.public_data()),
+        }
+        return next((name for name, is_used in options.items() if is_used), "")
+
     def public_data(self) -> tuple[Public, ...]:
         return self.parts.public_data() if isinstance(self.parts, Policy) else ()
 

@@ -30,8 +30,8 @@ def save(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
         model: the model that was given to `make_private`.
         private: its run.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
     from clipwise.engine import checkpoint
 
@@ -42,7 +42,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
     weights, optimizer = get_state_dict(model, private.optimizer)
     averages = state["averaged"].pop("averages") if "averaged" in state else {}
     with _quiet():
-        dcp.save({"model": weights, "optimizer": optimizer, "averages": averages}, checkpoint_id=folder)
+        save_tensors({"model": weights, "optimizer": optimizer, "averages": averages}, checkpoint_id=folder)
     if context.ranks.is_first:
         checkpoint.save(Path(folder) / _PUBLIC, state)
     context.ranks.exchange("state")
@@ -54,8 +54,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
     As with `private.load_state_dict`, the run continues bit for bit after a clean end with the same configuration and
     resume file, up to the rounding of sums if the number of ranks differs. Otherwise it takes a fresh secret.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
     from clipwise.engine import checkpoint
 
@@ -68,7 +68,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
         averages = context.plan.averages.state_dict()["averages"]
     content = {"model": weights, "optimizer": optimizer, "averages": averages}
     with _quiet():
-        dcp.load(content, checkpoint_id=folder)
+        load_tensors(content, checkpoint_id=folder)
     set_state_dict(model, private.optimizer, model_state_dict=weights, optim_state_dict=optimizer)
     for group in private.optimizer.param_groups:
         for p in group["params"]:

@@ -53,8 +53,8 @@ class Layout:
         """Free what `unshard` allocated. Parameters are then those that the optimizer holds."""
 
     @contextmanager
-    def whole_weights(self, moves: bool = False) -> Iterator[None]:
-        """A block in which `used` holds the current weights; with `moves`, changes of them are kept."""
+    def whole_weights(self) -> Iterator[None]:
+        """A block in which `used` holds the current weights."""
         yield
 
     def stored_tensor(self, t: Tensor) -> Tensor:
@@ -65,7 +65,9 @@ class Layout:
         """The sum over ranks of each sum. Overwrites the dictionary."""
         return sums.summed(total, self.ranks) if isinstance(self.ranks, Ranks) else total
 
-    def noised(self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey) -> dict[str, Tensor]:
+    def noised(
+        self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
+    ) -> dict[str, Tensor]:
         """(sum + noise) / divisor. Every rank draws the same noise, so all have the same release."""
         in_order(self.stored, total)
         return noised_sums(total, parts, divisor, key)
@@ -78,8 +80,8 @@ class Layout:
         """The part of this rank of gradients with every entry."""
         return gradients
 
-    def require_public_statistics(self, has_any: bool) -> None:
-        """Raise if the model has layers with public statistics and they cannot follow its weights."""
+    def require_whole_weights(self, reader: str) -> None:
+        """Raise if `reader` is not "" and no rank has the whole weights after an update."""
 
     def write(self, gradients: Mapping[str, Tensor]) -> None:
         """Write `.grad` of the parameters that the optimizer holds."""
@@ -90,7 +92,7 @@ class Layout:
         return self.model.state_dict()
 
 
-def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: OneRank) -> Layout:
+def layout_of(model: Any, optimizer: torch.optim.Optimizer, ranks: OneRank) -> Layout:
     """The layout of a model. Raises for layouts that are not supported."""
     if not isinstance(model, nn.Module):  # `trainable_parameters` raises for it
         return Layout(model, ranks)

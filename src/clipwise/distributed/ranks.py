@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch import Tensor
 
 from clipwise import errors
@@ -90,8 +91,9 @@ class Ranks(OneRank):
         self.rank, self.count, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._broken = ""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._store = dist.PrefixStore(
-            f"clipwise/{_number()}", dist.distributed_c10d._get_default_store()  # no public function returns it
+        self._store = PrefixStore(
+            f"clipwise/{_number()}",
+            dist.distributed_c10d._get_default_store(),  # no public function returns it
         )
 
     @property

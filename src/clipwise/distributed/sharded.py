@@ -75,14 +75,10 @@ class Sharded(Layout):
             module.set_reshard_after_backward(True, recurse=False)
 
     @contextmanager
-    def whole_weights(self, moves: bool = False) -> Iterator[None]:
+    def whole_weights(self) -> Iterator[None]:
         self.unshard()
         try:
             yield
-            if moves:
-                with torch.no_grad():
-                    for name, p in self.used.items():
-                        _local(self.stored[name]).copy_(self._part(name, p))
         finally:
             self.reshard()
 
@@ -108,7 +104,9 @@ class Sharded(Layout):
             found.update(zip(bucket, shards, strict=True))
         return found | (super().reduced(others) if others else {})
 
-    def noised(self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey) -> dict[str, Tensor]:
+    def noised(
+        self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
+    ) -> dict[str, Tensor]:
         return noised_shards(total, self._spans, parts, divisor, key)
 
     def whole_release(self, released: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -119,11 +117,11 @@ class Sharded(Layout):
             return gradients.shards
         return {name: self._part(name, gradients[name]) for name in self.stored}
 
-    def require_public_statistics(self, has_any: bool) -> None:
-        if has_any:
+    def require_whole_weights(self, reader: str) -> None:
+        if reader:
             raise ConfigurationError(
-                "PublicBatchNorm is not supported in a model sharded by fully_shard: its statistics need the whole "
-                "weights after every update. Use DistributedDataParallel(..., broadcast_buffers=False), or GroupNorm."
+                f"{reader} is not supported for a model sharded by fully_shard: it needs the whole weights outside of "
+                "forward passes. Remove it, or use the plain model or DistributedDataParallel."
             )
 
     @torch.no_grad()
@@ -156,9 +154,7 @@ class Sharded(Layout):
             size += t.numel()
         return found
 
-    def _scattered(
-        self, whole: list[Tensor], dim: int, group: dist.ProcessGroup, size: int, rank: int
-    ) -> list[Tensor]:
+    def _scattered(self, whole: list[Tensor], dim: int, group: dist.ProcessGroup, size: int, rank: int) -> list[Tensor]:
         """The shard of this rank of each sum over a mesh dimension. Shards are padded to equal lengths."""
         if size == 1:
             return whole
@@ -237,9 +233,7 @@ def _where(p: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 def _distributed(local: Tensor, p: Tensor) -> DTensor:
     """A DTensor like `p` with this shard."""
     assert isinstance(p, DTensor)
-    return DTensor.from_local(
-        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def _span(p: DTensor) -> Span:
@@ -256,7 +250,7 @@ def _require_fully_sharded(model: nn.Module, modules: Sequence[FSDPModule], rank
             "The model has DTensor parameters and is not sharded by fully_shard: tensor parallelism "
             "(parallelize_module) is not supported. Use the plain model, DistributedDataParallel or fully_shard."
         )
-    if model not in modules:
+    if not isinstance(model, FSDPModule):
         raise ConfigurationError(
             "fully_shard was called on parts of the model only: call fully_shard(model) last, on the whole model, so "
             "that every parameter is sharded over the same ranks."

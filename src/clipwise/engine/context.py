@@ -226,12 +226,7 @@ class StepContext:
 
     def follow_weights(self, is_updated: bool) -> None:
         """Recompute bounds and noise from the current weights and clipping constants."""
-        if self.clipper.reads_weights and self.layout.is_sharded:
-            with self.layout.whole_weights(moves=self.clipper.moves_weights):
-                has_changed = self.clipper.follow(is_updated)
-        else:
-            has_changed = self.clipper.follow(is_updated)
-        if has_changed:
+        if self.clipper.follow(is_updated):
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)

@@ -155,6 +155,7 @@ def make_private(
     epochs, steps, seed = plain((epochs, steps, seed))
     strategy = _strategy(clipping, model, parameters)
     noise = noise_kind_of(noise)
+    layout.require_whole_weights("" if penalty is None else "penalty")
     require_penalty(penalty, model)
     require_bool("probe_independence", probe_independence)
     if loss is not None and not callable(loss):
@@ -186,13 +187,14 @@ def make_private(
     z = ranks.from_rank_0(lambda: target.multiplier(draws.event(1.0), held))
     set_up.require_equal_data(ranks, dataset)
     statistics = AllPublicStatistics(model)
-    layout.require_public_statistics(bool(statistics))
+    for reader in (strategy.needs_whole_weights, "PublicBatchNorm" if statistics else ""):
+        layout.require_whole_weights(reader)
     statistics.require_complete()
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
     site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty)
-    with layout.whole_weights(moves=True):
+    with layout.whole_weights():
         clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
     views = _views(averaged_views, strategy)

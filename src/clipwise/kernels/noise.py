@@ -95,9 +95,7 @@ def _in_memory(number: float | Tensor, dtype: torch.dtype, beside: Tensor) -> Te
     return number if isinstance(number, Tensor) else torch.full((1,), number, dtype=dtype, device=beside.device)
 
 
-def normals_in_torch(
-    key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype, first_pair: int = 0
-) -> Tensor:
+def normals_in_torch(key_4: Tensor, size: int, std: float | Tensor, dtype: torch.dtype, first_pair: int = 0) -> Tensor:
     """The twin of `normals`: the same words, so the same values up to the last bits of log, cos and sin."""
     pairs = blocks(size, 2)
     out_P2 = torch.empty(pairs, 2, dtype=dtype, device=key_4.device)

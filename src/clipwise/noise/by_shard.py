@@ -54,7 +54,9 @@ def noised_shards(
     total: dict[str, Tensor], spans: Mapping[str, Span], parts: Sequence[Part], divisor: float, key: NoiseKey
 ) -> dict[str, Tensor]:
     """`mechanism.noised_sums` for shards of sums. A sum without a span is whole on every rank. Overwrites the sums."""
-    spans = {name: spans.get(name) or Span(tuple(t.shape) or (1,), 0, 0, len(t.reshape(-1))) for name, t in total.items()}
+    spans = {
+        name: spans.get(name) or Span(tuple(t.shape) or (1,), 0, 0, len(t.reshape(-1))) for name, t in total.items()
+    }
     together = _fit_together(parts, total, spans)
     found: dict[str, Tensor] = {}
     streams = _Streams(key, spans, together, parts)
@@ -116,6 +118,10 @@ class _Streams:
             self._rounded = label, rounded_gaussian(self._key.derive(label), size, of.noise_std / of.grid)
         whole = self._rounded[1][offset : offset + span.size]
         return span.of(whole.view(span.shape)).reshape(-1)
+
+
+def _all_of(t: Tensor) -> Span:
+    return Span(tuple(t.shape) or (1,), 0, 0, len(t) if t.dim() else 1)
 
 
 def _bucketed(names: Sequence[str], spans: Mapping[str, Span]) -> list[list[str]]:

@@ -228,9 +228,7 @@ class PrivateLoader:
             check = _digest(indices) if self._ranks > 1 else 0
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
-                yield Piece(
-                    offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check
-                )
+                yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
             if slot + 1 >= self._scheme.steps_per_epoch:
                 return
 
