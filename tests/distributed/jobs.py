@@ -140,10 +140,12 @@ def trained(
     steps: int = 4,
     optimizer: str = "sgd",
     size: int = 40,
+    torch_seed: int | None = 7,
     **options: Any,
 ) -> dict[str, Any]:
     """Train a few steps; returns parameters, statement and other results of this rank."""
-    torch.manual_seed(7)  # the same on all ranks: nothing may depend on it
+    if torch_seed is not None:
+        torch.manual_seed(torch_seed)  # the same on all ranks: nothing may depend on it
     model = laid_out(MODELS.get(strategy, network)(), layout)
     arguments: dict[str, Any] = {"noise_multiplier": 1.0, "seed": 1, "rank_timeout": 20.0}
     if options.get("sampling") != "full":

@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 from torch import Tensor
 
 from clipwise import errors
@@ -88,6 +87,8 @@ class Ranks(OneRank):
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT) -> None:
+        from torch._C._distributed_c10d import PrefixStore  # a build of torch may lack it
+
         self.rank, self.count, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._broken = ""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
