@@ -1,4 +1,7 @@
-"""Several gloo processes on this machine, started once and given functions to run."""
+"""Several gloo processes on this machine, started once and given functions to run.
+
+The processes are forks of a server that has imported torch and the tests: a start takes a second instead of ten.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ class World:
     """Processes that are ranks 0 .. size-1 of one process group."""
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.jobs"])
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
-        os.environ["OMP_NUM_THREADS"] = "1"
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
