@@ -60,14 +60,14 @@ def test_rounding_costs_less_than_a_percent(monkeypatch: pytest.MonkeyPatch) -> 
     assert exact <= pld.epsilon(total, DELTA) <= 1.02 * exact  # a quarter of the kinds, so four times the error
 
 
-def test_a_million_different_steps_take_less_than_a_minute() -> None:
+def test_a_hundred_thousand_different_steps_take_seconds() -> None:
     event = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1e-3)
-    noises = np.linspace(2.0, 0.8, 10**6)
+    noises = np.linspace(2.0, 0.8, 10**5)
     history = [Entry(replace(event, noise_multiplier=float(z)), 1) for z in noises]
     start = time.process_time()
     found = accountants.epsilon_of(history, DELTA)
-    assert time.process_time() - start < 60
-    block = 10**6 // 64
+    assert time.process_time() - start < 15
+    block = 10**5 // 64
     middles = noises[block // 2 :: block]
     few = Composition(0.0, tuple((Step(Amplification.COIN, 1e-3, float(z)), block) for z in middles), np.inf)
     # Steps in blocks of equal size at the block's middle: the true value up to second order.
