@@ -200,7 +200,7 @@ def test_constants_that_disagree_with_the_layers_are_refused() -> None:
 
 def test_units_other_than_records_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="single records"):
-        Backprop().attach(site(clipped(), unit=Unit.MINI_SET))
+        Backprop().attach(site(clipped(), unit=Unit.MICROBATCH))
 
 
 def test_sensitivities_and_the_joint_multiplier() -> None:
@@ -419,9 +419,9 @@ def test_coupled_losses_are_refused() -> None:
                 private.step(losses_of(nn.Identity(), (outputs - outputs.mean(0), y)))
 
 
-def test_averaged_views_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="averaged_views is not supported with Backprop"):
-        private_run(clipped(), clipping=Backprop(), averaged_views=2)
+def test_augmentation_multiplicity_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="augmentation_multiplicity is not supported with Backprop"):
+        private_run(clipped(), clipping=Backprop(), augmentation_multiplicity=2)
     model, private = private_run(clipped(), clipping=Backprop())
     with pytest.raises(StepError, match="clips rows, but the number"):  # views that somebody makes by hand
         for x, y in private.loader:

@@ -27,7 +27,7 @@ _Source = tuple[Hashable, Indices]  # an object or a device, and record indices 
 def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatistics) -> None:
     """Raise if public data shares records with the private data set. Copies of private records are not detected."""
     used = [("public rows of normalization layers", rows) for rows in statistics.public_rows()]
-    used += [(f"Public({public.name})", public.data) for public in strategy.public_data()]
+    used += [(f"PublicData({public.name})", public.data) for public in strategy.public_data()]
     private = _gathered(_sources(dataset)) if used else {}
     for name, data in used:
         public = _gathered(_sources(data, in_batches=isinstance(data, (list, tuple))))
