@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from clipwise.errors import UnsupportedModelError
 from clipwise.lipschitz.convolution import Windows
 from clipwise.lipschitz.matrix_norms import spectral_bounds
-from clipwise.lipschitz.rule import Call, Rule
-from clipwise.lipschitz.tensor_operations import FixedGainRule
+from clipwise.lipschitz.rule import Call, Rule, fixed_gain_rule
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -25,7 +24,7 @@ ADAPTIVE_AVERAGE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPo
 def averaging_rule(call: Call, norm: float, entry: float = 1.0) -> Rule:
     """The rule of a linear map with a known norm and no parameters; an entry grows by at most `entry`."""
     slack = 1 + call.rounding.of_sum(math.prod(call.shapes[0]))
-    return FixedGainRule(call.out, norm * slack, entry * slack)
+    return fixed_gain_rule(call.out, norm * slack, entry * slack)
 
 
 def average_rule(call: Call) -> Rule:
@@ -79,7 +78,7 @@ def _maximum(call: Call, windows: int) -> Rule:
     """The maximum of each window. A pixel in m windows has m copies and receives m gradients: sqrt(m)."""
     if getattr(call.target, "return_indices", False):
         raise UnsupportedModelError(f"{type(call.target).__name__}: return_indices=True has no bound; leave it out.")
-    return FixedGainRule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
+    return fixed_gain_rule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
 
 
 def _adaptive(call: Call) -> list[Tensor]:
