@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.layers.weight_parametrizations import NoisyWeights
 from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.tensor_changes import Changes
@@ -52,8 +51,6 @@ class PublicStatistics:
                 )
         self.corrects = any(layer.kind == "public-exact" for layer in self._layers.values())
         self.require_correctable(model)
-        if self._layers:
-            _require_settled_weights(model)
         for layer in self._layers.values():
             layer.statistics = self
         self._inventory = Inventory(model)
@@ -304,17 +301,6 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.enabled = was_enabled
-
-
-def _require_settled_weights(model: nn.Module) -> None:
-    """Refuse weights that are drawn at each pass: the batch would use other weights than the public rows."""
-    for name, module in model.named_modules():
-        if isinstance(module, NoisyWeights):
-            layer = name.partition("parametrizations")[0].rstrip(".")
-            raise ConfigurationError(
-                f"Layer {layer!r} draws its weights anew at each pass: the public statistics would come from other "
-                "draws than the batch uses. Use kind='group' or kind='layer'."
-            )
 
 
 def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
