@@ -27,7 +27,7 @@ from torch.utils.data import (
 from clipwise import Adaptive, Batch, ByNorm, Multipliers, PerExample, Public, layers, make_private
 from clipwise.clipping.base import Strategy
 from clipwise.errors import ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.public_overlap import require_apart
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
