@@ -55,6 +55,11 @@ def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
     return elementwise_rule((abs(factor), abs(shift), math.inf), rounding)
 
 
+def dropout_rule(call: Call) -> Rule:
+    """Dropout in training: kept values are multiplied by 1 / (1 - p)."""
+    return affine_rule(dropped(call.target.p), call.rounding)
+
+
 def dropped(p: float) -> float:
     """The factor by which dropout multiplies kept values in training."""
     return 1 / (1 - p) if p < 1 else 1.0
@@ -156,7 +161,6 @@ MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
     nn.Softshrink: _fixed(1.0),
     nn.Hardshrink: _fixed(1.0),
     nn.Identity: _fixed(1.0),
-    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), lambda m: (dropped(m.p), 0.0, math.inf)),
 }
 
 # Equivalent functions and methods: the module, and the names of the arguments after the input.

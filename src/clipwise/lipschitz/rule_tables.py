@@ -95,6 +95,7 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
         (tuple(activations.MODULES), activations.activation_rule),
         ((nn.PReLU,), activations.LearnedSlopeRule),
         ((nn.Softmax,), activations.softmax_rule),
+        ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), activations.dropout_rule),
         ((nn.Linear,), LinearRule),
         ((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule),
         ((nn.Embedding,), EmbeddingRule),

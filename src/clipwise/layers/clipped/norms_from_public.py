@@ -49,9 +49,7 @@ def norms_from_public(
         bound: the same as for `clip_inputs`; it decides which norms C2 is measured from.
     """
     one_of("bound", bound, BOUNDS)
-    quantile = number("quantile", quantile, least=0)
-    if quantile > 1:
-        raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
+    quantile = number("quantile", quantile, least=0, most=1)
     require_module(model)
     if not isinstance(batch, (list, tuple)):
         raise ConfigurationError(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from clipwise import kernels
-from clipwise.errors import ConfigurationError
 from clipwise.gradients.forms import squared_norms
 from clipwise.kernels.factors import Limits, Norms, gradient_factors
 from clipwise.kernels.weighted import weighted_sum
@@ -180,9 +179,4 @@ def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
 
 def clip_constant(name: str, value: object) -> float:
     """Validate a clipping constant; errors name the argument."""
-    found = number(name, value, above=0)
-    if not _SMALLEST_CONSTANT <= found <= _LARGEST_CONSTANT:
-        raise ConfigurationError(
-            f"{name}={value!r} is not possible: give a number from {_SMALLEST_CONSTANT:g} to {_LARGEST_CONSTANT:g}."
-        )
-    return found
+    return number(name, value, least=_SMALLEST_CONSTANT, most=_LARGEST_CONSTANT)
