@@ -169,14 +169,6 @@ def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
     return lengths_BGP.clamp_(min=max(bound / _LONGEST, torch.finfo(torch.float32).tiny))
 
 
-def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
-    """|(sum_p l_p |g_cp|)_c| of each example, with a length l_p per position and group of channels.
-
-    `sizes_BGcP` is |g|, and is overwritten.
-    """
-    return lengths(sizes_BGcP.mul_(lengths_BGP.to(sizes_BGcP.dtype).unsqueeze(2)).sum(-1))
-
-
 def clip_constant(name: str, value: object) -> float:
     """Validate a clipping constant; errors name the argument."""
     return number(name, value, least=_SMALLEST_CONSTANT, most=_LARGEST_CONSTANT)
