@@ -205,19 +205,15 @@ class Call:
         ndim = len(self.out if of is None else of)
         found = dim if dim >= 0 else dim + ndim + 1
         if not 1 <= found <= ndim:
-            raise UnsupportedModelError(
-                f"Lipschitz bounds: {self.name!r} works along dimension {dim}, which holds the examples of the batch: "
-                "each example must be processed independently."
-            )
+            remedy = "each example must be processed independently"
+            raise self.refusal(f"it works along dimension {dim}, which holds the examples of the batch: {remedy}")
         return found - 1
 
     def require_own_padding(self, pad: Sequence[int]) -> None:
         """Refuse padding of the batch dimension: (1, -1) would shift the examples by one."""
         if len(pad) > 2 * len(self.shapes[0]):
-            raise UnsupportedModelError(
-                f"Lipschitz bounds: {self.name!r} pads the dimension that holds the examples of the batch: give two "
-                "numbers for each dimension of an example, and no more."
-            )
+            remedy = "give two numbers for each dimension of an example, and no more"
+            raise self.refusal(f"it pads the dimension that holds the examples of the batch: {remedy}")
 
 
 Build = Callable[[Call], Rule]  # a rule class, or a function that builds a rule
