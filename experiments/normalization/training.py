@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import layers
 from clipwise.clipping.base import Strategy
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from experiments.harness.environment import device_of
 from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Task

@@ -28,7 +28,7 @@ from clipwise import Batch, PerExample, layers, make_private
 from clipwise.clipping.base import Strategy
 from clipwise.contrib import Adaptive, ByNorm, Multipliers, PublicData
 from clipwise.errors import ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.public_overlap import require_apart
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.base import Parameters
 from clipwise.errors import StepError, UnsupportedModelError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 

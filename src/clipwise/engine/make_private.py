@@ -28,7 +28,7 @@ from clipwise.engine.plan import (
 )
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held

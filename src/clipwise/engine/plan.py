@@ -15,7 +15,7 @@ from torch import nn
 from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.ledger.budget import PrivacyBudget
 from clipwise.ledger.ledger import Ledger
 from clipwise.ledger.multi_run import Held

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Su
 
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.sampling.base import Indices
 
 _Source = tuple[Hashable, Indices]  # an object or a device, and record indices or addresses in it

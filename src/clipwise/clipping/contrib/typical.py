@@ -17,8 +17,8 @@ from clipwise.clipping.public import PublicData
 from clipwise.clipping.vector_clipping import tensor_lengths
 from clipwise.errors import ConfigurationError, UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.random_state import fixed_random_state
 
 OF = ("example", "microbatch")
