@@ -61,7 +61,7 @@ def test_the_table_has_every_option() -> None:
     assert documented_options().keys() == OPTIONS.keys()
     covered = {name.partition("=")[0] for name in OPTIONS} | {"microbatches"}
     # These choose the method for the same sum, the division of noise, or the constants.
-    others = {"split", "method", "products", "norm", "fixed", "temperature", "loss", "tight", "balanced"}
+    others = {"split", "method", "matmul_precision", "norm", "fixed", "temperature", "loss", "tight", "balanced"}
     others |= {"input_shape", "input_norm", "grad_norm", "max_weight_norm"}
     for strategy in (PerExample, Batch, Lipschitz, Backprop):
         assert {field.name for field in fields(strategy)} <= covered | others

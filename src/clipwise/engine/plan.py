@@ -203,6 +203,6 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
             f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record "
             "satisfies such a delta. Choose delta well below 1/N.",
             PrivacyWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return delta

@@ -129,7 +129,8 @@ class PublicBatchNorm(nn.Module):
             wanted = " or ".join(map(str, self.dimensions)) or "2 or more"
             raise ConfigurationError(
                 f"{type(self).__name__}({self.num_features}) takes inputs of {wanted} dimensions with "
-                f"{self.num_features} channels along the second, not of shape [B, {str([*x.shape[1:]])[1:]}."
+                f"{self.num_features} channels along the second; this one has {x.dim()} dimensions"
+                + (", or other channels." if fits else ".")
             )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
