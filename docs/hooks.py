@@ -49,7 +49,9 @@ def _rewritten(text: str, source: str, config: Any) -> str:
         if path.startswith("docs/") and (ROOT / path).exists():
             goal = posixpath.relpath(path[5:], posixpath.dirname(source.removeprefix("docs/")) or ".")
         elif path == "CONTRIBUTING.md":
-            goal = posixpath.relpath("contributing.md", posixpath.dirname(source.removeprefix("docs/")) or ".")
+            goal = posixpath.relpath(
+                "contributing.md", posixpath.dirname(source.removeprefix("docs/")) or "."
+            )
         elif path.startswith("docs/") and source.startswith("docs/"):
             return link[0]  # no such page: mkdocs reports it
         elif is_image:
