@@ -105,7 +105,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "per-layer": lambda: PerExample(max_norm=1.0, parts="layer"),
     "quantile": lambda: PerExample(max_norm=clipwise.Quantile(count_noise=0.5)),
     "reweight": lambda: PerExample(max_norm=1.0, method="reweight"),
-    "batch": lambda: Batch(max_norm=1.0, mini_sets=4),
+    "batch": lambda: Batch(max_norm=1.0, microbatches=4),
     "backprop": lambda: clipwise.Backprop(),
     "public": lambda: PerExample(max_norm=1.0),
     "users": lambda: Batch(max_norm=1.0),
@@ -155,8 +155,8 @@ def trained(
     ) as private:
         train(model, private, steps, strategy == "lipschitz")
         found = {"parameters": whole(model), "statement": str(private.statement()), "steps": private.steps}
-        if "averaged" in options:
-            with private.averaged.applied():
+        if "ema" in options:
+            with private.ema.applied():
                 found["averages"] = whole(model)
         return found
 

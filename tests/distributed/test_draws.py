@@ -57,8 +57,13 @@ def near(count: float, n: int, p: float) -> bool:
     return abs(count - n * p) < 5 * math.sqrt(n * p * (1 - p))
 
 
-def test_inclusion_is_poisson_over_the_whole_data_set(ranks: World) -> None:
-    on_0, on_1 = ranks.run(drawn)
+@pytest.fixture(scope="module")
+def on_ranks(ranks: World) -> list[Tensor]:
+    return ranks.run(drawn)
+
+
+def test_inclusion_is_poisson_over_the_whole_data_set(on_ranks: list[Tensor]) -> None:
+    on_0, on_1 = on_ranks
     assert not (on_0 & on_1).any()  # no record is on two ranks
     both = (on_0 | on_1).double()
     expected = STEPS * RATE
@@ -78,8 +83,8 @@ def test_inclusion_is_poisson_over_the_whole_data_set(ranks: World) -> None:
     assert near(between, (STEPS - 1) * RECORDS, RATE**2)
 
 
-def test_both_ranks_have_an_equal_share(ranks: World) -> None:
-    on_0, on_1 = ranks.run(drawn)
+def test_both_ranks_have_an_equal_share(on_ranks: list[Tensor]) -> None:
+    on_0, on_1 = on_ranks
     shares = on_0.sum(1) - on_1.sum(1)
     assert set(shares.tolist()) <= {0, 1}
     assert (on_1.sum(1) == 0).any()  # a rank without records takes part

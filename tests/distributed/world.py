@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,24 +54,29 @@ class World:
 
     def outcomes(self, function: Callable[..., Any], *args: Any, seconds: float = 120) -> list[tuple[Any, str | None]]:
         """(result, traceback) of `function(rank, *args)` on all ranks; (None, "ended") for one that was killed."""
+        self.send(function, *args)
+        return [self.receive(rank, seconds) for rank in range(self.size)]
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start `function(rank, *args)` on all ranks."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
-        found: list[tuple[Any, str | None]] = []
-        for pipe in self._pipes:
-            try:
-                if not pipe.poll(seconds):
-                    found.append((None, "hangs"))
-                    continue
-                found.append(pickle.loads(pipe.recv_bytes()))
-            except (EOFError, ConnectionError):
-                found.append((None, "ended"))
+
+    def receive(self, rank: int, seconds: float) -> tuple[Any, str | None]:
+        """(result, traceback) of a function that was started on a rank."""
+        try:
+            if not self._pipes[rank].poll(seconds):
+                return None, "hangs"
+            found: tuple[Any, str | None] = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            return None, "ended"
         return found
 
     def end(self) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.join(5)
+            process.join(1)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -102,7 +106,3 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             answer = None, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))
     os._exit(0)  # without waiting for other ranks, which may have been killed
-
-
-def folder_of(world: World) -> Path:
-    return Path(world.folder.name)

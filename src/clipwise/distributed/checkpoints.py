@@ -40,7 +40,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
     state = private.state_dict()
     del state["optimizer"]
     weights, optimizer = get_state_dict(model, private.optimizer)
-    averages = state["averaged"].pop("averages") if "averaged" in state else {}
+    averages = state["ema"].pop("averages") if "ema" in state else {}
     with _quiet():
         save_tensors({"model": weights, "optimizer": optimizer, "averages": averages}, checkpoint_id=folder)
     if context.ranks.is_first:
@@ -64,7 +64,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
     state = checkpoint.load(Path(folder) / _PUBLIC)
     weights, optimizer = get_state_dict(model, private.optimizer)
     averages: dict[str, Any] = {}
-    if context.plan.averages is not None and "averaged" in state:
+    if context.plan.averages is not None and "ema" in state:
         averages = context.plan.averages.state_dict()["averages"]
     content = {"model": weights, "optimizer": optimizer, "averages": averages}
     with _quiet():
@@ -74,7 +74,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
         for p in group["params"]:
             p.grad = None  # torch makes gradients of zeros to find the optimizer's state
     if averages:
-        state["averaged"]["averages"] = content["averages"]
+        state["ema"]["averages"] = content["averages"]
     state["optimizer"] = private.optimizer.state_dict()
     private.load_state_dict(state)
 

@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import wraps
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch import Tensor
 from clipwise import errors
 from clipwise.errors import BudgetExhausted, ClipwiseError, DistributedError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 600.0  # seconds
@@ -93,9 +96,10 @@ class Ranks(OneRank):
         self._broken = ""
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._store = PrefixStore(
-            f"clipwise/{_number()}",
+            f"clipwise/{len(_BEGUN)}",  # every rank makes its runs in the same order
             dist.distributed_c10d._get_default_store(),  # no public function returns it
         )
+        _BEGUN.append(ref(self))
 
     @property
     def is_broken(self) -> bool:
@@ -136,7 +140,7 @@ class Ranks(OneRank):
                 found = make()
             except Exception as error:
                 problem = error
-        note = pickle.dumps((found, _told(problem))) if self.is_first else b""
+        note = pickle.dumps((found, _described(problem))) if self.is_first else b""
         found, refusal = pickle.loads(self.exchange(phase, note)[0])
         if problem is not None:
             raise problem
@@ -148,7 +152,7 @@ class Ranks(OneRank):
     def fail(self, error: BaseException) -> None:
         if self._broken or isinstance(error, BudgetExhausted):
             return
-        kind, message = _told(error) or ("", "")
+        kind, message = _described(error) or ("", "")
         # Messages of other code may hold data.
         text = f"Rank {self.rank} has stopped: {message if isinstance(error, ClipwiseError) else kind}"
         self._broken = text
@@ -211,17 +215,27 @@ class Ranks(OneRank):
         raise DistributedError(message) from cause
 
 
-_RUNS = 0
+_BEGUN: list[ref[Ranks]] = []  # the runs of this process
 
 
-def _number() -> int:
-    """The number of the run. Every rank makes its runs in the same order."""
-    global _RUNS
-    _RUNS += 1
-    return _RUNS
+def reporting_set_up(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function that begins a run report its errors to the other ranks, which would otherwise wait for it."""
+
+    @wraps(function)
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = len(_BEGUN)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            for begun in _BEGUN[before:]:
+                if (ranks := begun()) is not None:
+                    ranks.fail(error)
+            raise
+
+    return reporting
 
 
-def _told(error: BaseException | None) -> tuple[str, str] | None:
+def _described(error: BaseException | None) -> tuple[str, str] | None:
     return None if error is None else (type(error).__name__, str(error))
 
 

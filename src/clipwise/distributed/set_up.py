@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from clipwise.distributed.layouts import Layout
@@ -23,6 +23,20 @@ def require_equal_arguments(ranks: OneRank, *values: object) -> None:
     """Raise on every rank unless all of them have these values, and the versions on which draws depend."""
     if ranks.count > 1:
         ranks.exchange("set-up", check=digest_of(values, torch.__version__, np.__version__))
+
+
+def require_equal_model(ranks: OneRank, model: Any) -> None:
+    """Raise on every rank unless all of them have a model with the same parameters and buffers, of the same shapes."""
+    if ranks.count == 1 or not isinstance(model, nn.Module):
+        return
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    mine = digest_of([(name, tuple(t.shape), t.dtype) for name, t in tensors]).to_bytes(8, "little")
+    if len(set(ranks.exchange("set-up", mine))) > 1:
+        raise ConfigurationError(
+            "model does not have the same parameters on every rank. Build the same model on all of them; pipeline "
+            "parallelism, in which each rank has other layers, is not supported. Use the plain model, "
+            "DistributedDataParallel or fully_shard."
+        )
 
 
 def require_equal_data(ranks: OneRank, dataset: Any) -> None:

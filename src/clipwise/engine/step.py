@@ -115,7 +115,7 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
     return gather(context, piece, clipped)
 
 
-def backward_sets(context: StepContext, batch: Any) -> bool:
+def backward_local_update(context: StepContext, batch: Any) -> bool:
     """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
     with reporting_failures(context.ranks):
         return _backward_sets(context, batch)
@@ -126,7 +126,7 @@ def _backward_sets(context: StepContext, batch: Any) -> bool:
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
         raise StepError(
-            "private.step_sets is for a strategy with a local update, such as Batch(..., local_update=f): call "
+            "private.step_local_update is for a strategy with a local update, such as Batch(..., local_update=f): call "
             "private.step(losses)."
         )
     begin(context, piece)
@@ -143,8 +143,8 @@ def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
         return losses
     if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
         raise StepError(
-            "losses must have one entry for each row of the batch from private.loader: with averaged_views there are "
-            f"{views.count} rows per example. private.step takes their mean."
+            "losses must have one entry for each row of the batch from private.loader: with augmentation_multiplicity "
+            f"there are {views.count} rows per example. private.step takes their mean."
         )
     return views.mean(losses)
 

@@ -54,9 +54,7 @@ def noised_shards(
     total: dict[str, Tensor], spans: Mapping[str, Span], parts: Sequence[Part], divisor: float, key: NoiseKey
 ) -> dict[str, Tensor]:
     """`mechanism.noised_sums` for shards of sums. A sum without a span is whole on every rank. Overwrites the sums."""
-    spans = {
-        name: spans.get(name) or Span(tuple(t.shape) or (1,), 0, 0, len(t.reshape(-1))) for name, t in total.items()
-    }
+    spans = {name: spans.get(name) or _all_of(t) for name, t in total.items()}
     together = _fit_together(parts, total, spans)
     found: dict[str, Tensor] = {}
     streams = _Streams(key, spans, together, parts)

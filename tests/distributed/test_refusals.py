@@ -1,0 +1,223 @@
+"""What is not supported over several ranks is refused on every rank, by name and before the first step."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import pipeline
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from clipwise import MemoryLedger, PerExample, contrib, make_private
+from tests.distributed import jobs
+from tests.distributed.world import World, world
+
+pytestmark = pytest.mark.integration
+
+Run = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    with world(2) as started:
+        yield started
+
+
+def run_with(model: nn.Module, **options: Any) -> Run:
+    defaults = {"dataset": jobs.data(), "batch_size": 8, "noise_multiplier": 1.0, "clipping": PerExample(1.0)}
+    return {"model": model} | defaults | options
+
+
+def buffers_in_ddp(rank: int) -> Run:
+    model = jobs.network()
+    model.register_buffer("scale", torch.ones(1))
+    return run_with(DistributedDataParallel(model))
+
+
+def first_fsdp(rank: int) -> Run:
+    return run_with(FullyShardedDataParallel(jobs.network(), device_id=torch.device("cpu")))
+
+
+def inner_first_fsdp(rank: int) -> Run:
+    model = jobs.network()
+    model[2] = FullyShardedDataParallel(model[2], device_id=torch.device("cpu"))
+    return run_with(model)
+
+
+def deepspeed_engine(rank: int) -> Run:
+    return run_with(type("DeepSpeedEngine", (nn.Sequential,), {})(nn.Linear(jobs.FEATURES, 3)))
+
+
+def deepspeed_weights(rank: int) -> Run:
+    model = jobs.network()
+    model[0].weight.ds_id = 0  # type: ignore[assignment]
+    return run_with(model)
+
+
+def sharded_optimizer(rank: int) -> Run:
+    model = jobs.network()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    return run_with(model, optimizer=optimizer)
+
+
+def tensor_parallel(rank: int) -> Run:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return run_with(parallelize_module(nn.Sequential(nn.Linear(jobs.FEATURES, 4)), mesh, {"0": ColwiseParallel()}))
+
+
+def tensor_parallel_and_sharded(rank: int) -> Run:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(jobs.FEATURES, 4)), mesh["tp"], {"0": ColwiseParallel()})
+    return run_with(fully_shard(model, mesh=mesh["dp"]))
+
+
+def sharded_parts_only(rank: int) -> Run:
+    model = jobs.network()
+    fully_shard(model[2])
+    return run_with(model)
+
+
+def sharded_over_one_rank(rank: int) -> Run:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "shards"))
+    return run_with(fully_shard(jobs.network(), mesh=mesh["shards"]))
+
+
+def sharded_with(strategy: str, rank: int) -> Run:
+    model = jobs.laid_out(jobs.MODELS[strategy](), "fsdp")
+    return run_with(model, clipping=jobs.STRATEGIES[strategy]())
+
+
+def sharded_sparse(rank: int) -> Run:
+    return run_with(jobs.laid_out(jobs.network(), "fsdp"), clipping=PerExample(1.0, sparse=contrib.Sparse()))
+
+
+def parts_of_the_data(rank: int) -> Run:
+    rows = TensorDataset(*(t[rank::2] for t in jobs.data().tensors))
+    return run_with(jobs.network(), dataset=rows)
+
+
+def other_noise(rank: int) -> Run:
+    return run_with(jobs.network(), noise_multiplier=1.0 + rank)
+
+
+def other_sampling(rank: int) -> Run:
+    return run_with(jobs.network(), sampling="poisson" if rank else "fixed-size")
+
+
+def open_ledger(rank: int) -> Run:
+    return run_with(jobs.network(), ledger=MemoryLedger())
+
+
+def wrong_on_rank_1(rank: int) -> Run:
+    return run_with(jobs.network(), clipping=PerExample(1.0) if rank == 0 else "clip")
+
+
+def other_layers(rank: int) -> Run:
+    return run_with(jobs.network()[2 * rank :])
+
+
+def pipelined(rank: int) -> Run:
+    layers = nn.Sequential(nn.Linear(jobs.FEATURES, 4), nn.Linear(4, jobs.CLASSES))
+    return run_with(pipeline(layers, mb_args=(torch.zeros(2, jobs.FEATURES),)))
+
+
+REFUSED: dict[str, tuple[Callable[[int], Run], str]] = {
+    "buffers in DDP": (buffers_in_ddp, "broadcast_buffers=False"),
+    "FSDP1": (first_fsdp, "FSDP1 (FullyShardedDataParallel) is not supported"),
+    "FSDP1 inside": (inner_first_fsdp, "FSDP1 (FullyShardedDataParallel) is not supported"),
+    "DataParallel": (lambda _: run_with(nn.DataParallel(jobs.network())), "torch.nn.DataParallel is not supported"),
+    "DeepSpeed": (deepspeed_engine, "DeepSpeed (DeepSpeedEngine) is not supported"),
+    "ZeRO-3": (deepspeed_weights, "DeepSpeed (ZeRO stage 3) is not supported"),
+    "ZeroRedundancyOptimizer": (sharded_optimizer, "ZeroRedundancyOptimizer is not supported"),
+    "tensor parallelism": (tensor_parallel, "tensor parallelism (parallelize_module) is not supported"),
+    "tensor parallelism with FSDP2": (tensor_parallel_and_sharded, "tensor parallelism (parallelize_module) is not"),
+    "parts of a model": (sharded_parts_only, "call fully_shard(model) last"),
+    "a part of the ranks": (sharded_over_one_rank, "shard the model over all ranks"),
+    "sharded Lipschitz": (partial(sharded_with, "lipschitz"), "Lipschitz is not supported for a model sharded"),
+    "sharded PublicBatchNorm": (partial(sharded_with, "public"), "PublicBatchNorm is not supported for a model"),
+    "sharded Sparse": (sharded_sparse, "sparse=Sparse(...) is not supported for a model sharded"),
+    "a DistributedSampler's part": (parts_of_the_data, "Give every rank the whole data set"),
+    "another multiplier": (other_noise, "do not have the same arguments"),
+    "another scheme": (other_sampling, "do not have the same arguments"),
+    "two open ledgers": (open_ledger, "ledger= is an open ledger on a rank other than 0"),
+    "an error on one rank": (wrong_on_rank_1, "ConfigurationError: clipping must be a strategy"),
+    "other layers": (other_layers, "model does not have the same parameters on every rank"),
+    "pipelining": (pipelined, "Pipeline parallelism (torch.distributed.pipelining) is not supported"),
+}
+
+
+def refused(rank: int, case: str) -> str:
+    """The last line of the error of `make_private` on this rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = REFUSED[case][0](rank)
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(options["model"].parameters(), lr=0.1)
+    try:
+        make_private(optimizer=optimizer, rank_timeout=10.0, **options)
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error))
+    return ""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_set_ups_are_refused_on_every_rank(ranks: World, case: str) -> None:
+    expected = REFUSED[case][1]
+    found = ranks.run(refused, case)
+    assert all("clipwise.errors." in text for text in found), found
+    assert any(expected in text for text in found), found
+    others = [text for text in found if expected not in text]
+    assert all("has stopped:" in text for text in others), found
+
+
+def uneven(rank: int) -> int:
+    """Rank 1 takes a step less than rank 0."""
+    model = jobs.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_private(optimizer=optimizer, rank_timeout=10.0, **run_with(model)) as private:
+        jobs.train(model, private, 3 - rank)
+        return private.steps
+
+
+def test_training_loops_that_differ_are_reported(ranks: World) -> None:
+    found = ranks.outcomes(uneven, seconds=20)
+    for result, error in found:
+        assert result is None and "the training loops of the ranks differ" in (error or ""), found
+
+
+def exhausted(rank: int) -> tuple[int, str, str]:
+    model = jobs.network()
+    options = run_with(model, noise_multiplier=None, epsilon=2.0, delta=1e-3, steps=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_private(optimizer=optimizer, rank_timeout=10.0, **options) as private:
+        try:
+            jobs.train(model, private, 100)
+        except Exception as error:
+            return private.steps, type(error).__name__, str(private.statement())
+    return 0, "", ""
+
+
+def test_the_budget_ends_the_run_on_every_rank(ranks: World) -> None:
+    first, second = ranks.run(exhausted)
+    assert first == second
+    assert first[0] >= 5 and first[1] == "BudgetExhausted"
+
+
+def two_ranks(rank: int) -> int:
+    return dist.get_world_size()
+
+
+def test_the_ranks_are_usable_after_all_refusals(ranks: World) -> None:
+    assert ranks.run(two_ranks) == [2, 2]
+    assert jobs.close_to(ranks.run(jobs.trained)[1]["parameters"], jobs.trained(0)["parameters"])
