@@ -17,6 +17,9 @@ PROGRAM = "python -m benchmarks"
 SCRIPTS = {
     "backprop": Command("benchmarks.backprop", "backpropagation clipping beside ordinary training"),
     "breakdown": Command("benchmarks.breakdown", "where the time of a row of peers goes, operation by operation"),
+    "distributed": Command(
+        "benchmarks.distributed", "private training over several processes beside ordinary training"
+    ),
     "lipschitz": Command("benchmarks.lipschitz", "weight clipping beside ordinary training with noise"),
     "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
     "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),

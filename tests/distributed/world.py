@@ -30,7 +30,7 @@ class World:
     def __init__(self, size: int) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.distributed.jobs"])
+        context.set_forkserver_preload(["tests.distributed.jobs", "clipwise.distributed.sharded", "torch._dynamo"])
         self.size = size
         self.folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []

@@ -2,7 +2,7 @@
 
 clipwise takes gradients from the autograd graph. Parameters get no `.grad` in the backward pass, so neither DDP's
 reducer nor FSDP2's reduce-scatter runs. The layout reduces the clipped sums instead, after the clip and before the
-noise. docs/internals/distributed.md has the experiment that decided this.
+noise.
 """
 
 from __future__ import annotations

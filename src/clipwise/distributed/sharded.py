@@ -185,7 +185,9 @@ class Sharded(Layout):
             for term in every[1:]:
                 mine_n += term[rank]
             return
-        work = dist.reduce_scatter_tensor(mine_n, packed_Rn.view(-1), group=group, async_op=True)
+        # Its name before torch 2.13, which warns about that name.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = reduce_scatter(mine_n, packed_Rn.view(-1), group=group, async_op=True)
         self._wait(work, packed_Rn, is_lazy=True)  # gloo's is
 
     def _all_reduced(self, shards: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

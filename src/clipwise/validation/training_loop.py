@@ -225,6 +225,18 @@ def changed_since_last_run(
     return [*changed, *weights.changed_before, *(["the state of the optimizer"] if is_same_optimizer else [])]
 
 
+def require_same_ranks(count: int) -> None:
+    """Raise if torch.distributed got several ranks after `make_private` was called without them."""
+    distributed = torch.distributed
+    if count > 1 or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if (ranks := distributed.get_world_size()) > 1:
+        raise ConfigurationError(
+            f"torch.distributed has {ranks} ranks and was initialised after make_private: call init_process_group() first. "
+            "Otherwise each process trains its own model and counts only its own releases."
+        )
+
+
 def require_process_group() -> None:
     """Raise in a process of torchrun without a process group: it would train its own model with its own ledger."""
     distributed = torch.distributed
