@@ -245,13 +245,13 @@ def split_noise(
     raise ConfigurationError(f"split={split!r} is not known: use 'equal' or 'optimal'.")
 
 
-def rounded_up(epsilon: float) -> str:
-    """Round up to four significant digits."""
-    text = f"{epsilon:.4g}"
-    if float(text) >= epsilon:
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Round up to a few significant digits."""
+    text = f"{value:.{digits}g}"
+    if float(text) >= value:
         return text
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 3)
-    return f"{float(text) + unit:.4g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return f"{float(text) + unit:.{digits}g}"
 
 
 @dataclass(frozen=True)

@@ -351,9 +351,8 @@ def test_a_budget_that_not_all_runs_have_is_not_that_of_the_ledger() -> None:
 
 def test_a_ledger_of_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
-    path.write_bytes(
-        LedgerState().seal({"kind": "header", "format": 1, "run": "ab", "block": 64, "header": {}}) + b"\n"
-    )
+    header = {"kind": "header", "format": 1, "run": "ab", "block": 64, "header": {}}
+    path.write_bytes(LedgerState().seal(header) + b"\n")
     for use in (ledger.read, FileLedger):
         with pytest.raises(LedgerError, match=r"line 1.*an unknown format.*Use the version that wrote it"):
             use(path)
