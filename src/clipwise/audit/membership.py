@@ -143,7 +143,7 @@ class _Half(RunWatch):
 def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
     with evaluating(run.model), torch.no_grad():
         pieces = np.array_split(np.arange(records), -(-records // 256))
-        found = [loss(run.model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]
+        found = [loss(run.model, *run.loader.fetcher[piece]).double().numpy(force=True) for piece in pieces]
     return np.concatenate(found)
 
 

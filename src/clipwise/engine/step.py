@@ -52,7 +52,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     is_tested = any(test.is_pending for test in context.tests)
     context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
-        arrangements = partial(context.loader.arrangements, piece)
+        arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
         context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
     context.guard.at_draw(batch)
     # Marked before the views are drawn, so that gradients at the inputs are per example.

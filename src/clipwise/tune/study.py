@@ -74,7 +74,8 @@ def _finished(study: Any) -> list[Any]:
 def _point(trial: Any) -> Point:
     kept, release = trial.user_attrs, trial.user_attrs.get("release")
     release = None if release is None else tuple(release)
-    return Point(*trial.values, kept.get("delta"), release, trial.number, dict(kept["settings"]))
+    accuracy, epsilon = trial.values
+    return Point(accuracy, epsilon, kept.get("delta"), release, trial.number, dict(kept["settings"]))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

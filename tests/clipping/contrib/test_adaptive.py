@@ -44,8 +44,8 @@ def known(count: int = 10) -> Public:
         ({"every": 0}, "every=0 is not known"),
         ({"every": "step"}, "every='step' is not known"),
         ({"every": True}, "every=True is not known"),
-        ({"mini_set_size": 3}, "mini_set_size=3 .* requires of='mini-set'"),
-        ({"of": "mini-set", "mini_set_size": 0}, "mini_set_size=0 must be a whole number"),
+        ({"mini_set_size": 3}, "mini_set_size requires of='mini-set'"),
+        ({"of": "mini-set", "mini_set_size": 0}, "mini_set_size must be a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
