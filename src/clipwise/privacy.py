@@ -15,7 +15,12 @@ from typing import Any
 from clipwise.errors import ConfigurationError
 
 
-class Adjacency(str, Enum):
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Adjacency(_Text):
     """The neighbouring relation between data sets.
 
     ZERO_OUT: one unit is replaced by an empty one, which contributes nothing. The size of the data set is public.
@@ -29,22 +34,16 @@ class Adjacency(str, Enum):
     ADD_REMOVE = "add-remove"
     REPLACE_ONE = "replace-one"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Unit(str, Enum):
+class Unit(_Text):
     """The unit of privacy: one record, one microbatch of records, or all records of one user."""
 
     RECORD = "record"
     MINI_SET = "mini-set"
     USER = "user"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Sampling(str, Enum):
+class Sampling(_Text):
     """How a batch is drawn.
 
     POISSON: each unit is included independently with the same probability.
@@ -62,9 +61,6 @@ class Sampling(str, Enum):
     PARTITION = "partition"
     SHUFFLED = "shuffled"
     FULL = "full"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 # The pairs with a proven sensitivity and a proven accountant. The first adjacency is the default of the scheme.

@@ -393,7 +393,7 @@ def test_a_clean_stop_changes_nothing(tmp_path: Path, parts: str) -> None:
     clipping = PerExample(quantile(), parts)
     on, private = private_run(clipping=clipping, ledger=tmp_path / "run.ledger")
     straight, twin = private_run(clipping=clipping)
-    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
+    twin._context.keys.key = NoiseKey(private._context.keys.key.secret_bytes())
     train(straight, twin, 9)
     for steps in (2, 3):
         train(on, private, steps)

@@ -152,14 +152,14 @@ class Tradeoff:
 
     def power(self, fpr: float) -> float:
         """The largest detection (true-positive) rate of a test with this false-positive rate: 1 - f(fpr)."""
-        return 1 - self(_probability("fpr", fpr))
+        return 1 - self(number("fpr", fpr, least=0, most=1))
 
     def accuracy(self, prior: float = 0.5) -> float:
         """The largest probability of a right guess, 1 - min over f of (1 - prior) alpha + prior beta.
 
         `prior` is the probability of "in" before any release.
         """
-        p = _probability("prior", prior)
+        p = number("prior", prior, least=0, most=1)
         return _rounded_up(1 - float(np.min((1 - p) * self.alphas + p * self.betas)))
 
     def precision(self, fpr: float, prior: float = 0.5) -> float:
@@ -167,7 +167,7 @@ class Tradeoff:
 
         It bounds every test with a false-positive rate of *at least* fpr, since power(fpr) / fpr falls with fpr.
         """
-        rate, p = _probability("fpr", fpr), _probability("prior", prior)
+        rate, p = (number(name, x, least=0, most=1) for name, x in (("fpr", fpr), ("prior", prior)))
         caught, wronged = p * self.power(rate), (1 - p) * rate
         if wronged == 0 and caught > 0:
             return 1.0
@@ -211,10 +211,6 @@ def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
             raise ConfigurationError(f"{name}: each must lie in [0, {most:g}].")
     order = np.argsort(e, kind="stable")
     return e[order], d[order]
-
-
-def _probability(name: str, value: Any) -> float:
-    return number(name, value, least=0, most=1)
 
 
 def _rounded_up(probability: float) -> float:

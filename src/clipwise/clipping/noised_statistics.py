@@ -87,12 +87,11 @@ class LayerStatistics:
         bounds: one part per layer, with sensitivity `factor` times R.
     """
 
-    def __init__(self, rule: NoisedStatistics | None = None, site: Site | None = None, factor: float = 2.0) -> None:
+    def __init__(self, rule: NoisedStatistics | None, site: Site, factor: float) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
-        if rule is None or site is None:
-            if site is not None:
-                _require_settled(site.model)
+        if rule is None:
+            _require_settled(site.model)
             return
         self._rule = rule
         for name, layer in site.model.named_modules():

@@ -76,7 +76,7 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
         expected = _secrets(context, state["run"])
         continues = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
     if secrets is not None and continues:
-        keys.key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
+        keys.key = NoiseKey(bytes.fromhex(secrets.key), secrets.key_id)
         keys.epoch = bytes.fromhex(secrets.epoch)
     else:
         keys.key = NoiseKey.fresh()

@@ -61,11 +61,6 @@ class NoiseKey:
         data = f"{seed}:".encode() + context
         return cls(blake2b(data, digest_size=KEY_BYTES, person=b"clipwise.seed").digest())
 
-    @classmethod
-    def from_secret_bytes(cls, secret: bytes, id: str = "") -> NoiseKey:
-        """The inverse of `secret_bytes`, for the key with this id."""
-        return cls(secret, id)
-
     def secret_bytes(self) -> bytes:
         """The secret itself. Only for the resume file, which only its owner can read."""
         return bytes(self._current())

@@ -103,9 +103,8 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _records(self, indices: list[int]) -> list[Any]:
-        get_many = getattr(self._dataset, "__getitems__", None)
-        if get_many is not None:
-            return list(get_many(indices))
+        if self._fetches_together:
+            return list(self._dataset.__getitems__(indices))
         return [self._dataset[i] for i in indices]
 
     def _collate(self, records: list[Any]) -> Any:
