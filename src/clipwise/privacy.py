@@ -43,7 +43,6 @@ class Unit(_Text, metaclass=RenamedMembers):
     MICROBATCH = "microbatch"
     USER = "user"
 
-
     @staticmethod
     def renamed_members() -> Mapping[str, str]:
         """Deprecated names."""
