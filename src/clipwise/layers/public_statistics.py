@@ -14,8 +14,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.weight_parametrizations import NoisyWeights
 from clipwise.sampling.batch_structure import evaluating
-from clipwise.validation.inventory import Inventory
-from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.inventory import Changes, Inventory
 
 Moments = tuple[Tensor, Tensor]  # mean and variance per channel
 
