@@ -264,7 +264,7 @@ def test_a_weight_that_stands_in_for_another_layers_is_refused() -> None:
 
 def test_a_number_of_uses_that_changes_between_draw_and_step_is_refused() -> None:
     """The graph would be allowed more uses than the noise is for."""
-    model, private = private_run(clipped(), clipping=Backprop())
+    model, private = private_run(clipped(), clipping=Backprop(), sampling="full")  # a batch larger than the change
     batch = next(iter(private.loader))
     model[0].uses = 5  # type: ignore[index, assignment]
     with pytest.raises(StepError, match="constants of layer '0' changed"):
