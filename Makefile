@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo reproduce bench test test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
+.PHONY: help demo reproduce bench test-fast test test-integrations test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -27,8 +27,19 @@ reproduce: $(STAMP)  ## an experiment by name: make reproduce PAPER=lip-dp-sgd A
 bench: $(STAMP)  ## time and memory beside non-private training: make bench ARGS=--quick
 	$(BIN)/python -m benchmarks $(ARGS)
 
-test: $(STAMP)  ## the test suite
-	$(BIN)/python -m pytest -n auto
+test-fast: $(STAMP)  ## the first case of each quick test, while editing
+	$(BIN)/python -m pytest -n auto -m "not integration" --fast
+
+test: $(STAMP)  ## the test suite, without the integrations
+	$(BIN)/python -m pytest -n auto -m "not integration"
+
+test-integrations: $(STAMP)  ## frameworks, browser, notebooks, several processes
+	$(BIN)/python -m pytest -n auto -m integration
+
+# The versions found on this machine; the workflow in .github runs the others.
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell command -v python$(v)),python$(v)))
+test-matrix:  ## the test suite under every Python version that is installed
+	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=build/venv-$$python || exit 1; done
 
 test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy and scipy, and no pytest
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epochs=epochs,
         epsilon=EPSILON,
         delta=DELTA,
-        averaged=0.95,  # an exponential average of the weights: often better, and post-processing
+        ema=0.95,  # an exponential average of the weights: often better, and post-processing
     )
 
     # 3. A step also takes the model's outputs.
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("on their limit:", ", ".join(name for name, is_on in private.on_limit().items() if is_on) or "none")
         images, labels = test.tensors
         print(f"test accuracy {accuracy(model, images, labels):.1%}")
-        with private.averaged.applied():
+        with private.ema.applied():
             print(f"test accuracy of the averaged weights {accuracy(model, images, labels):.1%}")
         print(private.spent())
 

@@ -14,6 +14,25 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
+# Not part of `make test-fast`: long computations, training runs, and processes of their own.
+SLOW_FOLDERS = "api_fuzz benchmarks distributed docs experiments faults fuzz soundness user_loops".split()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="the first case of each test, without slow tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--fast`, keep the first case of every test outside of the slow folders."""
+    if not config.getoption("--fast"):
+        return
+    kept: dict[str, pytest.Item] = {}
+    for item in items:
+        folder = item.path.relative_to(config.rootpath / "tests").parts[0]
+        if folder not in SLOW_FOLDERS and item.get_closest_marker("slow") is None:
+            kept.setdefault(item.nodeid.partition("[")[0], item)
+    items[:] = kept.values()
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:

@@ -139,7 +139,7 @@ STRATEGIES = [
     Row("PerExample, fixed-size batches", lambda: PerExample(1.0, method="vmap"), sampled=FIXED_SIZE),
     Row("PerExample, public batch norm", lambda: PerExample(1.0, method="vmap"), public_norm),
     Row("Batch", lambda: Batch(1.0), lot_norm),
-    Row("Batch, 4 mini-sets", lambda: Batch(1.0, mini_sets=4), sampled=FIXED_SIZE),
+    Row("Batch, 4 microbatches", lambda: Batch(1.0, microbatches=4), sampled=FIXED_SIZE),
     Row("Batch, noised statistics", lambda: Batch(1.0, running_statistics=NoisedStatistics()), lot_norm),
     Row(
         "Lipschitz",

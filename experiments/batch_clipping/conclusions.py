@@ -132,10 +132,10 @@ EQUAL_CLAIMS = tuple(
             "IC, flat, group norm",
         ),
         ("4 groups are better than ALC under BC", "BC, 4 groups, batch norm", "BC, enhanced, batch norm"),
-        ("Many microbatches are better than one", "BC, 16 mini-sets, batch norm", "BC, flat, batch norm"),
+        ("Many microbatches are better than one", "BC, 16 microbatches, batch norm", "BC, flat, batch norm"),
         (
             "Momentum inside microbatches is better than one clipped mean",
-            "BC, momentum inside 8 mini-sets, group norm",
+            "BC, momentum inside 8 microbatches, group norm",
             "BC, flat, group norm",
         ),
         ("Freezing entries helps BC", "BC, flat, batch norm, sparse", "BC, flat, batch norm"),

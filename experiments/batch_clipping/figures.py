@@ -56,7 +56,12 @@ def _against_flat(setting: Setting, parts: int) -> tuple[Row, ...]:
     """
     assert setting.sigma is not None
     flat = setting.but(
-        clip="example", parts="all", norm="group", sigma=setting.sigma / math.sqrt(parts), norm_decay=1.0, mini_sets=1
+        clip="example",
+        parts="all",
+        norm="group",
+        sigma=setting.sigma / math.sqrt(parts),
+        norm_decay=1.0,
+        microbatches=1,
     )
     faster = flat.but(learning_rate=flat.learning_rate * flat.batch_size)
     return (

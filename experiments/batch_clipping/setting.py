@@ -59,7 +59,7 @@ class Setting(Keyed):
     split: str = "equal"
     sampling: str = "fixed-size"
     batch_size: int = 64
-    mini_sets: int = 1
+    microbatches: int = 1
     epochs: int = 50
     momentum: float = 0.0
     learning_rate: float = 0.025
@@ -80,4 +80,4 @@ class Setting(Keyed):
     @property
     def divisor(self) -> float:
         """The expected number of clipped vectors in a sum."""
-        return self.batch_size if self.clip == "example" else self.mini_sets
+        return self.batch_size if self.clip == "example" else self.microbatches

@@ -13,13 +13,13 @@ from clipwise.clipping.base import Strategy
 from clipwise.clipping.batch import Batch
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.grouping import Groups, Policy, group_parameters
 from clipwise.clipping.per_example import PerExample
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from experiments.batch_clipping.pictures import Pictures
 from experiments.batch_clipping.setting import GROUPS, Setting
 from experiments.harness.training import losses_of
@@ -31,7 +31,7 @@ def strategy(setting: Setting, pictures: Pictures) -> Strategy:
     """The strategy of a private setting."""
     max_norm: Any = setting.max_norm
     if setting.norm_decay != 1:
-        max_norm = Decay(setting.max_norm, setting.norm_decay)
+        max_norm = NormDecay(setting.max_norm, setting.norm_decay)
     options = {"max_norm": max_norm, "parts": _parts(setting, pictures), "split": setting.split}
     if setting.sparse_from is not None:
         steps = -(-len(pictures.private) // setting.batch_size)  # of an epoch
@@ -39,7 +39,7 @@ def strategy(setting: Setting, pictures: Pictures) -> Strategy:
     if setting.clip == "example":
         return PerExample(**options)
     update = None if setting.local_rate is None else _local_update(setting.local_rate)
-    return Batch(mini_sets=setting.mini_sets, local_update=update, **options)
+    return Batch(microbatches=setting.microbatches, local_update=update, **options)
 
 
 def joint_multiplier(setting: Setting, model: nn.Module) -> float:
@@ -65,14 +65,14 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
         return setting.layers
     if setting.parts == "random-layer":
         return RandomLayer(groups=setting.layers)
-    public = Public(
+    public = PublicData(
         pictures.public, lambda model, x, y: losses_of(model, pictures.centred(x), y), name=f"a tenth of {setting.data}"
     )
     # With batch norm there are no per-example gradients, so norms are measured over microbatches.
-    size = setting.batch_size // setting.mini_sets
+    size = setting.batch_size // setting.microbatches
     question: dict[str, Any] = {"of": "example"}
     if setting.norm == "batch":
-        question = {"of": "mini-set", "mini_set_size": min(size, len(pictures.public))}
+        question = {"of": "microbatch", "microbatch_size": min(size, len(pictures.public))}
     if setting.parts == "groups":
         return ByNorm(public, groups=GROUPS, among=setting.layers, **question)
     if setting.parts in ("enhanced", "zhang"):
@@ -85,8 +85,8 @@ def _parts(setting: Setting, pictures: Pictures) -> Groups | Policy:
 def _local_update(rate: float) -> Callable[[nn.Module, Any], None]:
     """A few SGD steps with momentum, each on a share of a microbatch. `Batch` clips the total change."""
 
-    def momentum_steps(model: nn.Module, mini_set: Any) -> None:
-        x, y = mini_set
+    def momentum_steps(model: nn.Module, microbatch: Any) -> None:
+        x, y = microbatch
         optimizer = torch.optim.SGD(model.parameters(), rate, momentum=LOCAL_MOMENTUM)
         for rows in torch.arange(len(x), device=x.device).chunk(LOCAL_STEPS):
             optimizer.zero_grad()

@@ -217,14 +217,14 @@ class _Privately(_Openly):
             deadline.require()
             ready, labels = self._ready(x, y)
             if self._setting.local_rate is not None:
-                self._private.step_sets((ready.flatten(0, 1), self._views.labels(labels)))
+                self._private.step_local_update((ready.flatten(0, 1), self._views.labels(labels)))
                 continue
             self._step(ready, labels)
 
     def settle(self) -> None:
         """Set batch norm statistics for evaluation from public images."""
         if self._setting.norm == "batch":
-            size = max(2, self._setting.batch_size // self._setting.mini_sets)
+            size = max(2, self._setting.batch_size // self._setting.microbatches)
             batches = _pieces(self._pictures.public.tensors[0], size)
             layers.recompute_statistics(self._model, map(self._pictures.centred, batches))
             self._private.declare_update("public", "statistics of batch norm from public images")

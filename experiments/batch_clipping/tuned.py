@@ -55,14 +55,14 @@ METHODS: dict[str, Setting] = {
     "IC, by layer, group norm": _EXAMPLE.but(parts="layerwise"),
     "IC, flat, group norm, sparse": _EXAMPLE.but(sparse_from=3),
     "IC, flat, group norm, 4 crops": _EXAMPLE.but(augmented=True, flipped=False, views=4),
-    "BC, 16 mini-sets, batch norm": _BATCH.but(mini_sets=16),
-    "BC, momentum inside 8 mini-sets, group norm": _BATCH.but(mini_sets=8, norm="group", local_rate=0.1),
+    "BC, 16 microbatches, batch norm": _BATCH.but(microbatches=16),
+    "BC, momentum inside 8 microbatches, group norm": _BATCH.but(microbatches=8, norm="group", local_rate=0.1),
 }
 
 
 def batch_sizes(method: str) -> tuple[int, int]:
     """Small batches for one clipped mean, large ones for clipped examples and for several microbatches."""
-    return (128, 1024) if METHODS[method].mini_sets == 1 else (512, 1024)
+    return (128, 1024) if METHODS[method].microbatches == 1 else (512, 1024)
 
 
 def trials(method: str, epsilon: float) -> list[Setting]:

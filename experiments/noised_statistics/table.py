@@ -28,7 +28,7 @@ from experiments.harness.command import parser_of
 HERE = Path(__file__).parent
 BATCH_SIZE, PUBLIC, HELD_OUT = 512, 1000, 10_000
 # Under Batch: microbatches, noise multiplier, rule. All with C = 1 and momentum SGD at 0.05.
-BY_MINI_SET = [
+BY_MICROBATCH = [
     (64, 0.7, NoisedStatistics()),
     (64, 0.7, NoisedStatistics(max_norm=0.1)),
     (64, 0.7, NoisedStatistics(max_norm=2.0)),
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str]) -> None:
     x, y = data.images("mnist", True, given.data).tensors
     x = x.float().flatten(1) / float(x.max())
     seeds = range(given.seeds)
-    result: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps, "by_mini_set": [], "by_example": []}
+    result: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps, "by_microbatch": [], "by_example": []}
     given.out.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        *(("by_mini_set", partial(by_mini_set, x, y, *row, seeds, given.steps)) for row in BY_MINI_SET[:1]),
+        *(("by_microbatch", partial(by_microbatch, x, y, *row, seeds, given.steps)) for row in BY_MICROBATCH[:1]),
         *(("by_example", partial(by_example, x, y, norm, seeds, given.steps)) for norm in NORMS),
-        *(("by_mini_set", partial(by_mini_set, x, y, *row, seeds, given.steps)) for row in BY_MINI_SET[1:]),
+        *(("by_microbatch", partial(by_microbatch, x, y, *row, seeds, given.steps)) for row in BY_MICROBATCH[1:]),
     ]
     for table, run in rows:  # written after each row, so that a stopped command keeps its results
         result[table].append(run())
@@ -78,8 +78,8 @@ def network(seed: int, bias: bool = False) -> nn.Sequential:
     )
 
 
-def by_mini_set(
-    x: Tensor, y: Tensor, mini_sets: int, z: float, rule: NoisedStatistics, seeds: range, steps: int
+def by_microbatch(
+    x: Tensor, y: Tensor, microbatches: int, z: float, rule: NoisedStatistics, seeds: range, steps: int
 ) -> dict[str, Any]:
     """One rule of noised statistics, and the accuracy of the same weights with public statistics."""
     runs = []
@@ -87,7 +87,7 @@ def by_mini_set(
         start = time.perf_counter()
         model = network(seed)
         layers.without_running_statistics(model)
-        clipping = Batch(1.0, mini_sets, running_statistics=rule)
+        clipping = Batch(1.0, microbatches, running_statistics=rule)
         private = train(model, x, y, steps, torch.optim.SGD(model.parameters(), 0.05, 0.9), clipping, z)
         found = {"released": accuracy(model, x, y)}
         own = [norm.running_mean.clone() for norm in model if isinstance(norm, layers.BatchStatisticsNorm)]
@@ -97,7 +97,7 @@ def by_mini_set(
         found["mean_off_by"] = distance(model, own)
         found |= {"epsilon": private.spent(1e-5).epsilon, "seconds": round(time.perf_counter() - start, 1)}
         runs.append(found)
-    return {"mini_sets": mini_sets, "noise_multiplier": z, **rule.describe(), "runs": runs}
+    return {"microbatches": microbatches, "noise_multiplier": z, **rule.describe(), "runs": runs}
 
 
 def by_example(x: Tensor, y: Tensor, norm: str, seeds: range, steps: int) -> dict[str, Any]:
@@ -157,11 +157,11 @@ def written(result: dict[str, Any]) -> str:
     lines = [
         f"Batch clipping, {result['steps']} steps, batches of {BATCH_SIZE}; epsilon at delta = 1e-5.",
         "",
-        "| mini-sets | z | epsilon | R | p | share | accuracy, released | same weights, public | mean off by |",
+        "| microbatches | z | epsilon | R | p | share | accuracy, released | same weights, public | mean off by |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in result["by_mini_set"]:
-        cells = [row["mini_sets"], row["noise_multiplier"], f"{row['runs'][0]['epsilon']:.2f}"]
+    for row in result["by_microbatch"]:
+        cells = [row["microbatches"], row["noise_multiplier"], f"{row['runs'][0]['epsilon']:.2f}"]
         cells += [row["max_norm"], row["momentum"], row["share"]]
         cells += [mean_of([run[key] for run in row["runs"]]) for key in ("released", "public", "mean_off_by")]
         lines.append(f"| {' | '.join(map(str, cells))} |")

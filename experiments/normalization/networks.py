@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from clipwise import layers
 from experiments import models
 from experiments.harness.training import losses_of
+from experiments.normalization.noisy_weights import with_noisy_weights
 from experiments.normalization.setting import TEXT_MODELS, Setting
 
 PRETRAINING_EPOCHS, PRETRAINING_BATCH, PRETRAINING_RATE = 20, 128, 1e-3
@@ -34,7 +35,7 @@ def network(
         # Each pass uses the statistics of its own rows: running statistics do not fit weights with fresh noise, and
         # those of private rows would be a release.
         layers.without_running_statistics(model)
-    return layers.with_noisy_weights(model, setting.noise) if setting.noise else model
+    return with_noisy_weights(model, setting.noise) if setting.noise else model
 
 
 def _plain(setting: Setting, seed: int, channels: int, classes: int) -> nn.Module:

@@ -12,7 +12,7 @@ from experiments.normalization import speed
 from experiments.normalization.findings import findings
 from experiments.normalization.records import Results, results, tables_of
 from experiments.normalization.tables import FIGURE_1, Table
-from experiments.normalization.training import DELTA, MAX_NORM, MINI_SET, MOMENTUM
+from experiments.normalization.training import DELTA, MAX_NORM, MICROBATCH, MOMENTUM
 
 _OURS = {"noise": "Without privacy: Adam, weights drawn anew at each pass, in evaluation too."}
 _OURS["epsilon"] = (
@@ -20,8 +20,8 @@ _OURS["epsilon"] = (
     "record left out (zero-out), epsilon by PLD for one run. † marks claims whose epsilon is not true: the published "
     "scheme lets one record move all gradients of its batch."
 )
-_BY_MINI_SET = (
-    f" BC clips the mean gradient of microbatches of about {MINI_SET} records, to the same bound, and normalizes by "
+_BY_MICROBATCH = (
+    f" BC clips the mean gradient of microbatches of about {MICROBATCH} records, to the same bound, and normalizes by "
     "the microbatch; for evaluation, by the public rows, or by noised statistics of the run. Its rates are such that "
     "an update's noise is about as large."
 )
@@ -67,7 +67,7 @@ def _table(table: Table, found: Results) -> Iterator[str]:
     yield ""
     ours = _OURS[table.over]
     if any(changes.get("clip") == "batch" for changes in table.methods.values()):
-        ours += _BY_MINI_SET
+        ours += _BY_MICROBATCH
     if any("noised" in method for method in table.methods):
         ours += _RELEASED
     yield f"**Shortened: {table.shortened}.** {ours}" if table.shortened else ours

@@ -57,7 +57,7 @@ class Setting(Keyed):
     @property
     def needs_public_rows(self) -> bool:
         """Whether statistics come from public rows, in training or for evaluation."""
-        return self.has_public_norm or (self.clips_mini_sets and self.statistics == "public")
+        return self.has_public_norm or (self.clips_microbatches and self.statistics == "public")
 
     @property
     def releases_statistics(self) -> bool:
@@ -70,7 +70,7 @@ class Setting(Keyed):
         return self.norm in PUBLIC_KINDS
 
     @property
-    def clips_mini_sets(self) -> bool:
+    def clips_microbatches(self) -> bool:
         """Whether microbatches are clipped instead of examples."""
         return self.clip == "batch"
 

@@ -58,7 +58,7 @@ _SOUND = _NORMS | {
     "public-exact": {"norm": "public-exact"},
 }
 # Statistics of private microbatches in training, which need clipping per microbatch.
-_BY_MINI_SET = {
+_BY_MICROBATCH = {
     "BC, batch norm": {"norm": "batch", "clip": "batch"},
     "BC, batch norm, noised statistics": {"norm": "batch", "clip": "batch", "statistics": "noised"},
 }
@@ -97,12 +97,12 @@ TABLES: tuple[Table, ...] = (
         claims=CLAIMS["2"],
     ),
     Table(
-        "5-mini-sets",
+        "5-microbatches",
         "The same with batch norm over microbatches, whose mean gradients are clipped",
         over="epsilon",
         values=(7.0, 1.0),
         families={"LeNet-5": _PRIVATE},
-        methods={name: _NORMS[name] for name in ("no norm", "group norm")} | _BY_MINI_SET,
+        methods={name: _NORMS[name] for name in ("no norm", "group norm")} | _BY_MICROBATCH,
         trials=tuple({"epochs": 3, "learning_rate": rate} for rate in (0.7, 2.0, 6.0)),
         seeds=2,
         shortened="2 of 6 budgets, 3 epochs, 3 trials, 2 seeds: every microbatch needs its own passes; "

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import layers
 from clipwise.clipping.base import Strategy
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from experiments.harness.environment import device_of
 from experiments.harness.limits import Deadline, reading_data
 from experiments.harness.paper import Options, Task
@@ -26,7 +26,7 @@ from experiments.normalization.sets import Sets, load, public_rows
 from experiments.normalization.setting import Setting
 
 DELTA, MAX_NORM, MOMENTUM = 1e-5, 0.1, 0.9
-MINI_SET = 16  # expected size of a clipped microbatch
+MICROBATCH = 16  # expected size of a clipped microbatch
 _ROWS = 500  # batch size of evaluation; batch norm without running statistics uses its statistics
 
 
@@ -65,9 +65,9 @@ def train(setting: Setting, sets: Sets, rows: Tensor | None, seed: int, deadline
     model = network(setting, seed, x.shape[1] if setting.side else 0, classes, sets.public, rows)
     how = _privately if setting.is_private else _openly
     found = how(setting, model, sets, deadline)
-    if setting.clips_mini_sets and rows is not None:
+    if setting.clips_microbatches and rows is not None:
         pieces: Callable[[int], tuple[Tensor, ...]] = rows.split
-        layers.recompute_statistics(model, pieces(MINI_SET))
+        layers.recompute_statistics(model, pieces(MICROBATCH))
     return {
         "accuracy": _accuracy(model, sets.held_out),
         **found,
@@ -132,11 +132,11 @@ def _clipping(setting: Setting) -> tuple[Strategy, float]:
     A coordinate of the gradient has noise z C / B with examples, z 2 C / k with k microbatches.
     """
     rule = clipwise.NoisedStatistics() if setting.releases_statistics else None
-    if not setting.clips_mini_sets:
+    if not setting.clips_microbatches:
         return clipwise.PerExample(max_norm=MAX_NORM, running_statistics=rule), setting.learning_rate
-    mini_sets = setting.batch_size // MINI_SET
-    rate = setting.learning_rate * mini_sets / (2 * setting.batch_size)
-    return clipwise.Batch(max_norm=MAX_NORM, mini_sets=mini_sets, running_statistics=rule), rate
+    microbatches = setting.batch_size // MICROBATCH
+    rate = setting.learning_rate * microbatches / (2 * setting.batch_size)
+    return clipwise.Batch(max_norm=MAX_NORM, microbatches=microbatches, running_statistics=rule), rate
 
 
 @torch.no_grad()

@@ -1,22 +1,8 @@
 """clipwise: differentially private training of PyTorch models."""
 
-from clipwise import accounting, audit, gradients, layers, lipschitz
-from clipwise.clipping import (
-    Adaptive,
-    Backprop,
-    Batch,
-    ByNorm,
-    Decay,
-    Lipschitz,
-    Multipliers,
-    NoisedStatistics,
-    PerExample,
-    Public,
-    Quantile,
-    RandomLayer,
-    Released,
-    Sparse,
-)
+from clipwise import accounting, audit, contrib, gradients, layers, lipschitz
+from clipwise.clipping import Backprop, Batch, Lipschitz, NoisedStatistics, PerExample, Quantile
+from clipwise.deprecation import moved
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
 from clipwise.errors import (
@@ -40,36 +26,28 @@ from clipwise.validation.check import check
 __version__ = "0.2.0"
 
 __all__ = [
-    "Adaptive",
     "Adjacency",
     "AuditError",
     "AveragedParameters",
     "Backprop",
     "Batch",
     "BudgetExhausted",
-    "ByNorm",
     "CheckpointError",
     "ClipwiseError",
     "ConfigurationError",
     "CoupledExamplesError",
-    "Decay",
     "Event",
     "FileLedger",
     "LedgerError",
     "Lipschitz",
     "MemoryLedger",
-    "Multipliers",
     "NoisedStatistics",
     "Part",
     "PerExample",
     "PrivacyWarning",
     "Private",
-    "Public",
     "Quantile",
-    "RandomLayer",
-    "Released",
     "Sampling",
-    "Sparse",
     "Spent",
     "StepError",
     "Unit",
@@ -78,8 +56,19 @@ __all__ = [
     "audit",
     "augment",
     "check",
+    "contrib",
     "gradients",
     "layers",
     "lipschitz",
     "make_private",
 ]
+
+__getattr__ = moved(
+    __name__,
+    {
+        **{name: f"clipwise.contrib.{name}" for name in ("Adaptive", "ByNorm", "Multipliers", "RandomLayer", "Sparse")},
+        "Decay": "clipwise.contrib.NormDecay",
+        "Public": "clipwise.contrib.PublicData",
+        "Released": "clipwise.contrib.ReleasedNorms",
+    },
+)

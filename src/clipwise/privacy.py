@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from clipwise.deprecation import VALUES, RenamedMembers
 from clipwise.errors import ConfigurationError
 
 
@@ -33,15 +34,20 @@ class Adjacency(str, Enum):
         return self.value
 
 
-class Unit(str, Enum):
+class Unit(str, Enum, metaclass=RenamedMembers):
     """The unit of privacy: one record, one microbatch of records, or all records of one user."""
 
     RECORD = "record"
-    MINI_SET = "mini-set"
+    MICROBATCH = "microbatch"
     USER = "user"
 
     def __str__(self) -> str:
         return self.value
+
+    @staticmethod
+    def renamed_members() -> Mapping[str, str]:
+        """Deprecated names."""
+        return {"MINI_SET": "MICROBATCH"}
 
 
 class Sampling(str, Enum):
@@ -81,23 +87,23 @@ SUPPORTED: Mapping[Sampling, tuple[Adjacency, ...]] = {
 class Amplification(Enum):
     """The kind of privacy amplification by subsampling.
 
-    COIN: the unit is included independently of all others, and contributes nothing if it is not included. The
+    POISSON: the unit is included independently of all others, and contributes nothing if it is not included. The
     dominating pairs are (P, Q) and (Q, P) of accounting/gaussian.py; each direction is composed separately.
-    DRAW: if the unit is not drawn, another unit takes its place (replace-one) and changes the release by at most one
-    sensitivity. The dominating pair is the subsampling operator C_p(G_{1/z}), which is symmetric and covers both
-    directions. In a partition a whole block takes the place, so each block must be clipped as a whole.
+    WITHOUT_REPLACEMENT: if the unit is not drawn, another unit takes its place (replace-one) and changes the release by
+    at most one sensitivity. The dominating pair is the subsampling operator C_p(G_{1/z}), which is symmetric and covers
+    both directions. In a partition a whole block takes the place, so each block must be clipped as a whole.
     """
 
-    COIN = "coin"
-    DRAW = "draw"
+    POISSON = "poisson"
+    WITHOUT_REPLACEMENT = "without-replacement"
 
 
 # The dominating pair of a step of each scheme; None for a Gaussian mechanism without amplification.
 AMPLIFICATION: Mapping[Sampling, Amplification | None] = {
-    Sampling.POISSON: Amplification.COIN,
-    Sampling.TRUNCATED_POISSON: Amplification.COIN,
-    Sampling.FIXED_SIZE: Amplification.DRAW,
-    Sampling.PARTITION: Amplification.DRAW,
+    Sampling.POISSON: Amplification.POISSON,
+    Sampling.TRUNCATED_POISSON: Amplification.POISSON,
+    Sampling.FIXED_SIZE: Amplification.WITHOUT_REPLACEMENT,
+    Sampling.PARTITION: Amplification.WITHOUT_REPLACEMENT,
     Sampling.SHUFFLED: None,
     Sampling.FULL: None,
 }
@@ -163,7 +169,7 @@ class Event:
         return cls(
             sampling=Sampling(data["sampling"]),
             adjacency=Adjacency(data["adjacency"]),
-            unit=Unit(data["unit"]),
+            unit=Unit(VALUES.get(data["unit"], data["unit"])),
             noise_multiplier=float(data["noise_multiplier"]),
             sample_rate=float(data["sample_rate"]),
             period=int(data["period"]),

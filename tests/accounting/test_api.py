@@ -80,7 +80,7 @@ def test_no_steps_and_no_noise() -> None:
         ("delta", [0.0, 1.0, -1e-5, math.nan, None], "greater than 0 and less than 1"),
         ("sampling", ["uniform", None, 3], "'poisson', 'truncated-poisson', 'fixed-size'"),
         ("adjacency", ["bounded", 3], "'zero-out', 'add-remove', 'replace-one'"),
-        ("unit", ["token", None], "'record', 'mini-set', 'user'"),
+        ("unit", ["token", None], "'record', 'microbatch', 'user'"),
         ("max_batch_size", [30], "unless sampling is 'truncated-poisson'"),
         ("accountant", ["moments", None], "'pld', 'rdp'"),
         ("period", [3], "unless sampling is 'shuffled'"),

@@ -60,9 +60,11 @@ def test_mu_is_the_standard_deviation_of_the_likelihood_ratio(z: float) -> None:
 
     rate = 1e-4
     coin = moment(lambda x: np.expm1((x - 0.5) / z**2) ** 2)
-    assert mu_of_step(Step(Amplification.COIN, rate, z)) == pytest.approx(rate * math.sqrt(coin), rel=1e-6)
+    assert mu_of_step(Step(Amplification.POISSON, rate, z)) == pytest.approx(rate * math.sqrt(coin), rel=1e-6)
     draw = 2 * moment(lambda x: np.maximum(np.expm1((x - 0.5) / z**2), 0) ** 2)
-    assert mu_of_step(Step(Amplification.DRAW, rate, z)) == pytest.approx(rate * math.sqrt(draw), rel=1e-6)
+    assert mu_of_step(Step(Amplification.WITHOUT_REPLACEMENT, rate, z)) == pytest.approx(
+        rate * math.sqrt(draw), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])

@@ -29,8 +29,8 @@ def test_an_interrupted_epoch_counts_in_full_each_time(entry: Make) -> None:
 def test_equal_steps_are_merged_and_order_does_not_matter(entry: Make) -> None:
     a, b = entry("poisson", 0.1, 1.0, 3), entry("poisson", 0.2, 1.0, 5)
     assert compose([a, b, a]).steps == (
-        (Step(Amplification.COIN, 0.1, 1.0), 6),
-        (Step(Amplification.COIN, 0.2, 1.0), 5),
+        (Step(Amplification.POISSON, 0.1, 1.0), 6),
+        (Step(Amplification.POISSON, 0.2, 1.0), 5),
     )
     assert compose([a, b]) == compose([b, a])
 
@@ -45,7 +45,7 @@ def test_rate_one_is_no_amplification(entry: Make) -> None:
 
 
 def test_steps_beyond_double_precision_are_replaced_by_worse_ones(entry: Make) -> None:
-    assert compose([entry("poisson", 1e-200, 1e9, 1)]).steps[0][0] == Step(Amplification.COIN, 1e-12, 1e6)
+    assert compose([entry("poisson", 1e-200, 1e9, 1)]).steps[0][0] == Step(Amplification.POISSON, 1e-12, 1e6)
     small, sure = compose([entry("poisson", 0.1, 1e-3, 4)]), compose([entry("full", 1.0, 1e-3, 4)])
     assert (small.mu, small.steps, small.unamplified_mu) == (sure.mu, sure.steps, sure.unamplified_mu)
     assert small.drawn == (((0.1, 1e-3), 4),)  # for the bound by participations

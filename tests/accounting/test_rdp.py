@@ -46,21 +46,21 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
 def test_fixed_size_divergence_of_order_two_pins_the_unit() -> None:
     """Wang, Balle, Kasiviswanathan: D_2 <= log(1 + q^2 min(4 (e^(1/z^2) - 1), 2 e^(1/z^2)))."""
     for rate, z in [(0.1, 1.0), (0.01, 0.5), (0.3, 4.0)]:
-        found = rdp.of_step(Step(Amplification.DRAW, rate, z))[list(rdp.ORDERS).index(2)]
+        found = rdp.of_step(Step(Amplification.WITHOUT_REPLACEMENT, rate, z))[list(rdp.ORDERS).index(2)]
         by_hand = math.log1p(rate**2 * min(4 * math.expm1(z**-2), 2 * math.exp(z**-2)))
         assert found == pytest.approx(by_hand, rel=1e-9)
 
 
 def test_poisson_divergence_of_order_two_pins_the_unit() -> None:
     for rate, z in [(0.1, 1.0), (0.01, 0.5)]:
-        found = rdp.of_step(Step(Amplification.COIN, rate, z))[list(rdp.ORDERS).index(2)]
+        found = rdp.of_step(Step(Amplification.POISSON, rate, z))[list(rdp.ORDERS).index(2)]
         assert found == pytest.approx(math.log1p(rate**2 * math.expm1(z**-2)), rel=1e-9)
 
 
 def test_divergences_of_a_history_add_up(entry: Make) -> None:
     history = [entry("poisson", 0.01, 1.0, 300), entry("full", 1.0, 4.0, 2), entry("poisson", 0.01, 1.0, 200)]
     orders = rdp.ORDERS
-    total = 500 * rdp.of_step(Step(Amplification.COIN, 0.01, 1.0)) + orders * 2 / (2 * 16)
+    total = 500 * rdp.of_step(Step(Amplification.POISSON, 0.01, 1.0)) + orders * 2 / (2 * 16)
     by_hand = np.min(total + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1))
     assert accountants.epsilon_of(history, DELTA, "rdp") == pytest.approx(by_hand, rel=1e-9)
 
@@ -100,7 +100,7 @@ def test_extreme_inputs_are_bounded(entry: Make, sampling: str, z: float, rate: 
 
 
 def test_orders_without_a_value_are_skipped_without_a_log_message(caplog: pytest.LogCaptureFixture) -> None:
-    divergences = rdp.of_step(Step(Amplification.COIN, 0.4998, 1.0))
+    divergences = rdp.of_step(Step(Amplification.POISSON, 0.4998, 1.0))
     assert np.isinf(divergences).any() and np.isfinite(divergences).any()
     assert not caplog.records
 

@@ -18,7 +18,7 @@ DELTA = 1e-5
 
 def composition(rates: np.ndarray, noises: np.ndarray, counts: np.ndarray) -> Composition:
     steps = tuple(
-        (Step(Amplification.COIN, float(q), float(z)), int(n)) for q, z, n in zip(rates, noises, counts, strict=True)
+        (Step(Amplification.POISSON, float(q), float(z)), int(n)) for q, z, n in zip(rates, noises, counts, strict=True)
     )
     return Composition(0.0, steps, float(np.sqrt((counts / noises**2).sum())))
 
@@ -47,7 +47,11 @@ def test_few_kinds_are_unchanged() -> None:
 
 
 def test_both_amplifications_keep_their_kind() -> None:
-    steps = [(Step(kind, 0.1, 1 + 0.01 * i), 1) for i in range(50) for kind in (Amplification.COIN, Amplification.DRAW)]
+    steps = [
+        (Step(kind, 0.1, 1 + 0.01 * i), 1)
+        for i in range(50)
+        for kind in (Amplification.POISSON, Amplification.WITHOUT_REPLACEMENT)
+    ]
     few = with_few_kinds(Composition(0.0, tuple(steps), 10.0), 20)
     for kind in Amplification:
         assert sum(n for step, n in few.steps if step.amplification is kind) == 50
@@ -60,16 +64,16 @@ def test_rounding_costs_less_than_a_percent(monkeypatch: pytest.MonkeyPatch) -> 
     assert exact <= pld.epsilon(total, DELTA) <= 1.02 * exact  # a quarter of the kinds, so four times the error
 
 
-def test_a_million_different_steps_take_less_than_a_minute() -> None:
+def test_a_hundred_thousand_different_steps_take_seconds() -> None:
     event = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1e-3)
-    noises = np.linspace(2.0, 0.8, 10**6)
+    noises = np.linspace(2.0, 0.8, 10**5)
     history = [Entry(replace(event, noise_multiplier=float(z)), 1) for z in noises]
     start = time.process_time()
     found = accountants.epsilon_of(history, DELTA)
-    assert time.process_time() - start < 60
-    block = 10**6 // 64
+    assert time.process_time() - start < 15
+    block = 10**5 // 64
     middles = noises[block // 2 :: block]
-    few = Composition(0.0, tuple((Step(Amplification.COIN, 1e-3, float(z)), block) for z in middles), np.inf)
+    few = Composition(0.0, tuple((Step(Amplification.POISSON, 1e-3, float(z)), block) for z in middles), np.inf)
     # Steps in blocks of equal size at the block's middle: the true value up to second order.
     middle = max(x.epsilon(DELTA) for x in pld._directions(few, pld._spacing(few, 2).interval, 2))
     assert 0.999 * middle <= found <= 1.01 * middle

@@ -14,26 +14,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import (
-    Adaptive,
     Backprop,
     Batch,
     BudgetExhausted,
-    ByNorm,
     ClipwiseError,
-    Decay,
     Lipschitz,
-    Multipliers,
     NoisedStatistics,
     PerExample,
     Private,
-    Public,
     Quantile,
-    RandomLayer,
-    Released,
-    Sparse,
     layers,
     make_private,
 )
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, PublicData, RandomLayer, ReleasedNorms, Sparse
 from clipwise.privacy import effective_multiplier
 from tests.api_fuzz.outcome import require
 from tests.api_fuzz.values import Choice
@@ -125,8 +118,8 @@ def _prepare(kind: str, model: nn.Module, choice: Choice) -> None:
 
 def _policy(choice: Choice, on: Subject) -> Any:
     """A policy of parts from typical norms of layers."""
-    public = Public(on.public, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"))
-    source = choice.of("public", public, public, Released())
+    public = PublicData(on.public, lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"))
+    source = choice.of("public", public, public, ReleasedNorms())
     kind = choice.dice.choice((Adaptive, Multipliers, ByNorm))
     named: dict[Any, dict[str, tuple[Any, ...]]] = {
         Adaptive: {"kind": ("enhanced", "zhang")},
@@ -171,7 +164,7 @@ def strategy(choice: Choice, on: Subject) -> Any:
             )
         )
     elif choice.is_likely(0.1):
-        norm = Decay(norm, choice.of("factor", 0.5, 0.9), choice.of("every", "epoch", 2))
+        norm = NormDecay(norm, choice.of("factor", 0.5, 0.9), choice.of("every", "epoch", 2))
     options = choice.among(
         {
             "parts": ("all", "layer", "tensor", RandomLayer(choice.of("groups", "layer", "tensor"))),
@@ -189,7 +182,7 @@ def strategy(choice: Choice, on: Subject) -> Any:
     if choice.is_likely(0.05):
         return Batch(norm, local_update=choice.of("local_update", _local), **options)
     if choice.is_likely(0.25):
-        return Batch(norm, **options, **choice.among({"mini_sets": (1, 2, 4)}))
+        return Batch(norm, **options, **choice.among({"microbatches": (1, 2, 4)}))
     return PerExample(norm, **options, **choice.among({"mode": ("clip", "normalize"), "method": METHODS}))
 
 
@@ -204,12 +197,12 @@ def begin(choice: Choice, on: Subject) -> Private:
             "delta": (1e-5, 1e-3),
             "adjacency": (None, "zero-out", "replace-one"),
             "max_physical_batch_size": (None, 1, 3),
-            "averaged_views": (1, 2),
+            "augmentation_multiplicity": (1, 2),
             "seed": (0, 7),  # so that a case can be repeated
             "probe_independence": (True, False),
             "epochs": (1, 3),
             "noise": ("standard", "secure"),
-            "averaged": (None, 0.5, 0.99),
+            "ema": (None, 0.5, 0.99),
             "penalty": (None, _ridge),
         },
         least=("seed",),
@@ -277,7 +270,7 @@ class Loop:
 
     def _made(self, losses: Tensor) -> bool:
         if getattr(self.private._context.strategy, "local_update", None) is not None and self.choice.is_likely(0.8):
-            return self.private.step_sets(self.batch)
+            return self.private.step_local_update(self.batch)
         return self.private.step(losses, self.on.outputs)
 
     def by_hand(self) -> None:

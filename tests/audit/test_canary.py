@@ -21,7 +21,7 @@ SINGLE_RELEASES = {
     "per layer": partial(one_release, clipping=PerExample(max_norm=1.0, parts="layer")),
     "replace-one": partial(small, **FIXED),
     "batch": partial(one_release, clipping=Batch(max_norm=1.0)),
-    "microbatches": partial(one_release, clipping=Batch(max_norm=1.0, mini_sets=4)),
+    "microbatches": partial(one_release, clipping=Batch(max_norm=1.0, microbatches=4)),
     "batch, replace-one": partial(small, clipping=Batch(max_norm=1.0), **FIXED),
 }
 

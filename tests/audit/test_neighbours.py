@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import clipwise
-from clipwise import Batch, Multipliers, NoisedStatistics, PerExample, Public, Quantile, RandomLayer, audit, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Quantile, audit, layers
 from clipwise.audit.trial import run_of
+from clipwise.contrib import Multipliers, PublicData, RandomLayer
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise import mechanism
 from clipwise.noise.gaussian import gaussian
@@ -56,7 +57,7 @@ def released_statistics() -> Subject:
 
 
 def scaled() -> Subject:
-    public = Public([rows()], losses)
+    public = PublicData([rows()], losses)
     return small(clipping=PerExample(max_norm=1.0, parts=Multipliers(public)))
 
 
@@ -70,7 +71,7 @@ RUNS = {
     "shuffled": partial(small, sampling="shuffled", sample_rate=None, batch_size=8),
     "full": one_release,
     "batch": partial(small, clipping=Batch(max_norm=1.0)),
-    "microbatches": partial(small, clipping=Batch(max_norm=1.0, mini_sets=4), **FIXED),
+    "microbatches": partial(small, clipping=Batch(max_norm=1.0, microbatches=4), **FIXED),
     "users": partial(small, clipping=Batch(max_norm=1.0), group=[i // 2 for i in range(32)]),
     "public batch norm": public_norm,
     "batch norm under batch clipping": lot_norm,
@@ -80,7 +81,7 @@ RUNS = {
     "lipschitz, fixed-size": partial(lipschitz, **FIXED),
     "backprop": backprop,
     "backprop, fixed-size": partial(backprop, **FIXED),
-    "averaged views": partial(small, averaged_views=2),
+    "averaged views": partial(small, augmentation_multiplicity=2),
     "scaled parameters": scaled,
 }
 

@@ -29,7 +29,7 @@ from tests.cli.calls import PLAN, clipwise, figure, line, refused
             {"sample_rate": 0.01, "sampling": "shuffled", "adjacency": "replace-one", "period": 100},
         ),
         (
-            ["--batch-size", 40, "--dataset-size", 1000, "--sampling", "partition", "--mini-sets", 4],
+            ["--batch-size", 40, "--dataset-size", 1000, "--sampling", "partition", "--microbatches", 4],
             {"sample_rate": 0.04, "sampling": "partition"},
         ),
         (

@@ -13,7 +13,7 @@ from clipwise.errors import ConfigurationError
     [
         ("sampling='full' takes all: give no batch_size.", "--sampling full takes all: give no --batch-size."),
         ("max_batch_size=3 is below 4.", "--max-batch-size 3 is below 4."),
-        ("mini_sets=3 must divide batch_size=10: so.", "--mini-sets 3 must divide --batch-size 10: so."),
+        ("microbatches=3 must divide batch_size=10: so.", "--microbatches 3 must divide --batch-size 10: so."),
         ("steps must be positive, not 0.", "--steps must be positive, not 0."),
         ("epsilon=0.1 at delta=1e-05 is small.", "--epsilon 0.1 at --delta 1e-05 is small."),
         ("Give fewer steps; the delta is too large.", "Give fewer steps; the delta is too large."),

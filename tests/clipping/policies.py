@@ -12,15 +12,15 @@ from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.grouping import Policy
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from tests.gradients.cases import losses
 
 # Names of all of them, for parametrization.
 POLICIES = (
     "enhanced",
-    "enhanced of mini-sets",
+    "enhanced of microbatches",
     "enhanced by tensor",
     "zhang",
     "released",
@@ -35,18 +35,18 @@ POLICIES = (
 )
 
 
-def policy(name: str, public: Public, every: Any = 1) -> Policy:
+def policy(name: str, public: PublicData, every: Any = 1) -> Policy:
     """The policy of that name, which adapts after every release by default."""
     mine: dict[str, Policy] = {
         "enhanced": Adaptive(public, every=every),
-        "enhanced of mini-sets": Adaptive(public, of="mini-set", every=every),
+        "enhanced of microbatches": Adaptive(public, of="microbatch", every=every),
         "enhanced by tensor": Adaptive(public, groups="tensor", every=every),
         "zhang": Adaptive(public, kind="zhang", every=every),
-        "released": Adaptive(Released(), every=every),
+        "released": Adaptive(ReleasedNorms(), every=every),
         "optimal": Multipliers(public, every=every),
         "paper": Multipliers(public, kind="paper", groups="tensor", every=every),
         "relative": Multipliers(public, relative=True, every=every),
-        "released multipliers": Multipliers(Released(), every=every),
+        "released multipliers": Multipliers(ReleasedNorms(), every=every),
         "by norm": ByNorm(public, groups=2, every=every),
         "by norm of tensors": ByNorm(public, groups=3, among="tensor"),
         "random layer": RandomLayer(),
@@ -73,6 +73,6 @@ def rows(count: int, seed: int = 5) -> Tensor:
     return torch.randn(count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def public(count: int = 12, batch_size: int = 4, seed: int = 5) -> Public:
+def public(count: int = 12, batch_size: int = 4, seed: int = 5) -> PublicData:
     """For `small_model`."""
-    return Public(TensorDataset(rows(count, seed)), loss, batch_size=batch_size)
+    return PublicData(TensorDataset(rows(count, seed)), loss, batch_size=batch_size)

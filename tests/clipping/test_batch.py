@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clipwise import Batch
 from clipwise.clipping import BatchClipper, PerExample, Quantile, batch
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Sampling, Unit
@@ -53,9 +53,9 @@ def test_max_norm_must_be_a_positive_number(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", None], ids=repr)
-def test_mini_sets_must_be_a_whole_number(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match="mini_sets"):
-        Batch(1.0, mini_sets=value)
+def test_microbatches_must_be_a_whole_number(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match="microbatches"):
+        Batch(1.0, microbatches=value)
 
 
 def test_other_arguments_are_checked() -> None:
@@ -70,17 +70,17 @@ def test_other_arguments_are_checked() -> None:
 
 
 def test_the_configuration_is_json_and_distinguishes_runs() -> None:
-    def update(model: nn.Module, mini_set: Any) -> None: ...
+    def update(model: nn.Module, microbatch: Any) -> None: ...
 
     every = [
         Batch(),
         Batch(2.0),
-        Batch(mini_sets=2),
+        Batch(microbatches=2),
         Batch(parts="layer"),
         Batch(split="equal"),
         Batch(local_update=update),
         Batch(local_update=partial(print)),  # type: ignore[arg-type]
-        Batch(Decay(1.0, 0.5)),
+        Batch(NormDecay(1.0, 0.5)),
     ]
     described = [json.dumps(s.describe(), sort_keys=True) for s in every]
     assert len(set(described)) == len(every)
@@ -97,7 +97,7 @@ def test_the_sensitivity_of_every_unit(adjacency: Adjacency, unit: Unit, k: int)
     assert clipper.bounds[0].sensitivity == (3.0 if alone and adjacency is Adjacency.ZERO_OUT else 6.0)
 
 
-def test_the_divisor_is_the_expected_number_of_mini_sets() -> None:
+def test_the_divisor_is_the_expected_number_of_microbatches() -> None:
     """Ten records are expected; a batch never has more microbatches than records."""
     assert [attached(Batch(1.0, k), model()).divisor for k in (1, 5, 10, 1000)] == [1, 5, 10, 10]
     assert attached(Batch(), model(), Adjacency.ZERO_OUT, Unit.USER).divisor == 10
@@ -248,7 +248,7 @@ def test_several_vectors_are_summed_in_float64(k: int, unit: Unit, dtype: torch.
         assert {v.dtype for v in found.values()} == {dtype}
 
 
-def test_one_random_layer_a_mini_set() -> None:
+def test_one_random_layer_a_microbatch() -> None:
     on = model()
     clipper = attached(Batch(0.5, parts=RandomLayer()), on)
     assert clipper.draws

@@ -13,20 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import (
-    Adaptive,
-    Batch,
-    ByNorm,
-    Decay,
-    Multipliers,
-    NoisedStatistics,
-    Public,
-    RandomLayer,
-    Released,
-    Sparse,
-    layers,
-    make_private,
-)
+from clipwise import Batch, NoisedStatistics, layers, make_private
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, PublicData, RandomLayer, ReleasedNorms, Sparse
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Part
 from clipwise.sampling import augmentation
@@ -38,11 +26,11 @@ def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def local_update(model: nn.Module, mini_set: Any) -> None:
+def local_update(model: nn.Module, microbatch: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         optimizer.zero_grad()
-        loss(model, *mini_set).mean().backward()
+        loss(model, *microbatch).mean().backward()
         optimizer.step()
 
 
@@ -51,8 +39,8 @@ def rows(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 1, 4, 4, generator=generator), torch.arange(count) % 3)
 
 
-def public() -> Public:
-    return Public(rows(8), loss, batch_size=4)
+def public() -> PublicData:
+    return PublicData(rows(8), loss, batch_size=4)
 
 
 PARTS: dict[str, Any] = {
@@ -61,13 +49,13 @@ PARTS: dict[str, Any] = {
     "tensor": lambda: "tensor",
     "groups": lambda: {"first": ["0", "1"], "last": ["4"]},
     "enhanced": lambda: Adaptive(public(), every=1),
-    "zhang": lambda: Adaptive(public(), kind="zhang", of="mini-set", mini_set_size=4, every=2),
-    "adaptive, released": lambda: Adaptive(Released(), every=1),
+    "zhang": lambda: Adaptive(public(), kind="zhang", of="microbatch", microbatch_size=4, every=2),
+    "adaptive, released": lambda: Adaptive(ReleasedNorms(), every=1),
     "optimal": lambda: Multipliers(public(), every=1),
     "paper": lambda: Multipliers(public(), kind="paper"),
-    "multipliers, released": lambda: Multipliers(Released(), every=1),
+    "multipliers, released": lambda: Multipliers(ReleasedNorms(), every=1),
     "by norm": lambda: ByNorm(public(), groups=2),
-    "by norm, released": lambda: ByNorm(Released(), groups=2, every=1),
+    "by norm, released": lambda: ByNorm(ReleasedNorms(), groups=2, every=1),
     "random layer": lambda: RandomLayer(),
 }
 UNITS = {"whole batch": 1, "microbatches": 4, "users": None}
@@ -83,7 +71,7 @@ SOME = random.Random(6).sample(ALL, 50)
 
 def strategy(parts: str, unit: str, options: tuple[str, ...]) -> Batch:
     return Batch(
-        Decay(C, 0.5, every=3) if "decay" in options else C,
+        NormDecay(C, 0.5, every=3) if "decay" in options else C,
         UNITS[unit] or 1,
         PARTS[parts](),
         "equal" if "equal" in options else "optimal",
@@ -115,14 +103,14 @@ def test_every_step_has_the_given_multiplier(parts: str, unit: str, options: tup
         group=[i % 8 for i in range(N)] if is_user else None,
         batch_size=4 if is_user else 12,
         noise_multiplier=Z,
-        averaged_views=augmentation.Views(2, augmentation.Flip()) if "views" in options else 1,
+        augmentation=augmentation.Views(2, augmentation.Flip()) if "views" in options else None,
         seed=1,
     )
     factor = 1 if is_user else 2  # a user is a whole microbatch; a record can reverse the mean of its own
     while private.steps < STEPS:
         for batch in private.loader.pieces():
             if "local update" in options:
-                is_done = private.step_sets(batch)
+                is_done = private.step_local_update(batch)
             else:
                 is_done = private.step(loss(model, *batch) if len(batch[0]) else model(batch[0]).sum(1))
             if not is_done:

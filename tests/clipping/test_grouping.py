@@ -112,7 +112,8 @@ def test_norms_that_do_not_fit_the_parts_are_refused(norms: dict[str, float]) ->
 
 _IN_ANOTHER_PROCESS = """
 import torch
-from clipwise import Batch, PerExample, RandomLayer
+from clipwise import Batch, PerExample
+from clipwise.contrib import RandomLayer
 from tests.runs import parameters, private_run, train
 
 some = {"0.weight", "0.bias", "2.weight"}

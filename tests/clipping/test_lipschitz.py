@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import clipwise
-from clipwise import Lipschitz, Private, RandomLayer, lipschitz
+from clipwise import Lipschitz, Private, lipschitz
+from clipwise.contrib import RandomLayer
 from clipwise.errors import CheckpointError, ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import TF32
 from clipwise.layers import ClipInput
@@ -233,19 +234,19 @@ def looking(model: nn.Module, private: Private, count: int) -> None:
     for _ in range(count):
         train(model, private, 1)
         bounds = private.parts()
-        with private.averaged.applied():
-            assert private.averaged.updates == private.steps and private.parts() == bounds
+        with private.ema.applied():
+            assert private.ema.updates == private.steps and private.parts() == bounds
 
 
 @pytest.mark.parametrize("steps", [train, looking])
 def test_it_resumes_bit_for_bit(steps: Steps, tmp_path: Path) -> None:
-    whole, private = run(seed=3, averaged=0.5)
+    whole, private = run(seed=3, ema=0.5)
     steps(whole, private, 6)
-    model, first = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    model, first = run(seed=3, ema=0.5, ledger=tmp_path / "ledger")
     steps(model, first, 3)
     state, weights = first.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
     first.close()
-    model, second = run(seed=3, averaged=0.5, ledger=tmp_path / "ledger")
+    model, second = run(seed=3, ema=0.5, ledger=tmp_path / "ledger")
     model.load_state_dict(weights)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -253,7 +254,7 @@ def test_it_resumes_bit_for_bit(steps: Steps, tmp_path: Path) -> None:
     assert second.parts() == first.parts()  # at once: they follow from the weights that were loaded
     steps(model, second, 3)
     assert same(parameters(whole), parameters(model))
-    averages = [r.averaged.state_dict()["averages"] for r in (private, second)]
+    averages = [r.ema.state_dict()["averages"] for r in (private, second)]
     assert same(*averages)
     second.close()
 
@@ -519,7 +520,7 @@ def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
 
 
 def test_views_of_an_example_count_as_one() -> None:
-    model, private = run(averaged_views=3, noise_multiplier=0.0)
+    model, private = run(augmentation_multiplicity=3, noise_multiplier=0.0)
     x, _ = next(iter(private.loader))
     outputs = model(x)
     assert private.backward(1e6 * outputs[:, 0], outputs)

@@ -105,7 +105,7 @@ def test_no_vector_is_longer_than_the_bound(bound: float, scale: float, seed: in
             assert float(vector.abs().max()) <= 1
 
 
-def test_an_empty_mini_set_adds_zeros_of_the_same_shape() -> None:
+def test_an_empty_microbatch_adds_zeros_of_the_same_shape() -> None:
     model = network()
     clipper = attached(model)
     ordinary, empty = clipper.clipped_sum(model(torch.randn(4, 3))), clipper.clipped_sum(torch.zeros(0))
@@ -146,7 +146,7 @@ def test_parts_that_hold_some_of_the_vectors_do_not_speed_up_the_statistics() ->
     found = []
     for parts in ("all", RandomLayer()):
         layer, model = alone(2)
-        strategy = Batch(1.0, mini_sets=4, parts=parts, running_statistics=NoisedStatistics())
+        strategy = Batch(1.0, microbatches=4, parts=parts, running_statistics=NoisedStatistics())
         clipper = strategy.attach(site(model))
         total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         total["statistics of 0"] = torch.tensor([0.2, -0.4, 0.8, -1.2]).double()
@@ -290,7 +290,7 @@ def test_what_is_no_rule_is_refused() -> None:
 
 def test_a_local_update_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="local_update runs on a copy"):
-        Batch(1.0, local_update=lambda model, mini_set: None, running_statistics=NoisedStatistics())
+        Batch(1.0, local_update=lambda model, microbatch: None, running_statistics=NoisedStatistics())
 
 
 @pytest.mark.parametrize("kind", ["none", "frozen"])

@@ -251,9 +251,11 @@ def test_without_noise_they_come_close_to_those_of_the_data() -> None:
 def test_views_and_other_layers_are_refused() -> None:
     model = small()
     clipping = PerExample(1.0, running_statistics=NoisedStatistics())
-    for views in (2, augmentation.Views(2)):
-        with pytest.raises(ConfigurationError, match=r"averaged_views is not supported with.*running_statistics"):
-            private_run(model, clipping=clipping, averaged_views=views)
+    for views in ({"augmentation_multiplicity": 2}, {"augmentation": augmentation.Views(2)}):
+        with pytest.raises(
+            ConfigurationError, match=r"augmentation_multiplicity is not supported with.*running_statistics"
+        ):
+            private_run(model, clipping=clipping, **views)
     with pytest.raises(ConfigurationError, match="with_released_statistics"):
         private_run(clipping=clipping)
     mixed = nn.Sequential(BatchStatisticsNorm(5), *small())

@@ -60,7 +60,7 @@ def test_one_norm_a_part() -> None:
         attached(PerExample({"0": 1.0}, parts="layer"), model())
 
 
-@pytest.mark.parametrize("unit", [Unit.USER, Unit.MINI_SET])
+@pytest.mark.parametrize("unit", [Unit.USER, Unit.MICROBATCH])
 def test_units_other_than_a_record_are_refused(unit: Unit) -> None:
     with pytest.raises(ConfigurationError, match="unit"):
         PerExample().attach(site(model(), unit=unit))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.multipliers import Multipliers
-from clipwise.clipping.public import Public, require_public
+from clipwise.clipping.public import PublicData, require_public
 from clipwise.errors import ConfigurationError
 from tests.clipping.policies import loss, public, rows
 
@@ -28,7 +28,7 @@ def test_a_data_set_comes_in_order_and_whole() -> None:
 
 @pytest.mark.parametrize("kind", [list, tuple, lambda b: DataLoader(b, batch_size=None)])
 def test_batches_come_as_they_are(kind: Any) -> None:
-    data = Public(kind(BATCHES), loss)
+    data = PublicData(kind(BATCHES), loss)
     for _ in range(2):  # again and again
         assert [len(batch[0]) for batch in data.batches(7)] == [3, 2]
     assert data.size == 2 and data.comes_in_batches
@@ -45,7 +45,7 @@ def test_records_of_any_kind_are_collated() -> None:
     def of_mapping(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"])[:, 0]
 
-    data = Public(Named(), of_mapping, batch_size=2)
+    data = PublicData(Named(), of_mapping, batch_size=2)
     on = nn.Linear(4, 1)
     found = [data.losses(on, batch, torch.device("cpu")) for batch in data.batches()]
     assert [len(losses) for losses in found] == [2, 2, 1]
@@ -65,39 +65,39 @@ def test_records_of_any_kind_are_collated() -> None:
     ids=["iterator", "tensor", "nothing", "no batch", "columns", "a list of columns", "no record"],
 )
 def test_data_that_cannot_be_measured_on_is_refused(data: Any, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Public: data .*{words}"):
-        Public(data, loss)
+    with pytest.raises(ConfigurationError, match=f"PublicData: data .*{words}"):
+        PublicData(data, loss)
 
 
 def test_a_loss_must_be_a_function_with_one_loss_an_example() -> None:
     with pytest.raises(ConfigurationError, match="loss must be a function"):
-        Public(BATCHES, None)  # type: ignore[arg-type]
+        PublicData(BATCHES, None)  # type: ignore[arg-type]
     for wrong in (lambda model, x: model(x).sum(), lambda model, x: model(x), lambda model, x: x[:, 0], lambda *_: 1):
-        data = Public(BATCHES, wrong)
+        data = PublicData(BATCHES, wrong)
         with pytest.raises(ConfigurationError, match="one loss per example"):
             data.losses(nn.Linear(4, 2).double(), BATCHES[0], torch.device("cpu"))
 
 
 def test_an_empty_batch_is_refused() -> None:
     model = nn.Linear(3, 2)
-    public = Public([(torch.ones(2, 3),), (torch.ones(0, 3),)], lambda m, x: m(x).sum(1), name="known")
+    public = PublicData([(torch.ones(2, 3),), (torch.ones(0, 3),)], lambda m, x: m(x).sum(1), name="known")
     full, empty = public.batches()
     assert len(public.losses(model, full, torch.device("cpu"))) == 2
-    with pytest.raises(ConfigurationError, match=r"Public\(known\): a batch holds no example"):
+    with pytest.raises(ConfigurationError, match=r"PublicData\(known\): a batch holds no example"):
         public.losses(model, empty, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_a_batch_size_is_a_whole_number(size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size"):
-        Public(BATCHES, loss, batch_size=size)
+        PublicData(BATCHES, loss, batch_size=size)
 
 
 def test_it_states_its_name_and_size_and_never_what_it_holds() -> None:
     assert public().describe() == {"public": "TensorDataset", "examples": 12}
-    assert Public(BATCHES, loss, name="old digits").describe() == {"public": "old digits", "batches": 2}
-    assert "old digits" in repr(Public(BATCHES, loss, name="old digits"))
-    assert str(float(BATCHES[0][0][0, 0]))[:6] not in repr(Public(BATCHES, loss))
+    assert PublicData(BATCHES, loss, name="old digits").describe() == {"public": "old digits", "batches": 2}
+    assert "old digits" in repr(PublicData(BATCHES, loss, name="old digits"))
+    assert str(float(BATCHES[0][0][0, 0]))[:6] not in repr(PublicData(BATCHES, loss))
 
 
 @pytest.mark.parametrize(
@@ -106,15 +106,15 @@ def test_it_states_its_name_and_size_and_never_what_it_holds() -> None:
     ids=["data set", "batches", "none", "text", "mapping"],
 )
 def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"Somebody: public must be .* not a .*Public\(data, loss="):
+    with pytest.raises(ConfigurationError, match=r"Somebody: public must be .* not a .*PublicData\(data, loss="):
         require_public(given, "Somebody")
     for policy in (Adaptive, Multipliers, ByNorm):
-        with pytest.raises(ConfigurationError, match=rf"{policy.__name__}: public must be .*Released\(\)"):
+        with pytest.raises(ConfigurationError, match=rf"{policy.__name__}: public must be .*ReleasedNorms\(\)"):
             policy(given)
 
 
 def test_a_list_of_records_is_reported_as_batches() -> None:
     records = [(x, torch.tensor(0)) for x in rows(3)]
-    given = Public(records, lambda model, x, y: model(x).sum())
+    given = PublicData(records, lambda model, x, y: model(x).sum())
     with pytest.raises(ConfigurationError, match="interpreted as batches: if it is a list of records, pass a data set"):
         given.losses(nn.Linear(rows(1).shape[1], 2).to(rows(1).dtype), records[0], torch.device("cpu"))

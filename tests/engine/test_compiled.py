@@ -20,11 +20,11 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, Quantile, layers, make_private
 from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.noised_statistics import NoisedStatistics
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.engine import captured, compiled, cuda_graphs, describe
 from clipwise.engine import step as pipeline
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
@@ -334,12 +334,12 @@ def of_public(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return losses_of(model, (x, y))
 
 
-PUBLIC = Public(data(12, torch.float64, seed=5), of_public, name="others")
+PUBLIC = PublicData(data(12, torch.float64, seed=5), of_public, name="others")
 BATCHES: dict[str, Batch] = {
     "whole": Batch(0.7),
-    "mini-sets": Batch(0.7, mini_sets=4),
-    "tensors": Batch(0.7, mini_sets=2, parts="tensor"),
-    "scaled": Batch(0.1, 2, Multipliers(PUBLIC, of="mini-set", mini_set_size=4, groups="tensor", every=None)),
+    "microbatches": Batch(0.7, microbatches=4),
+    "tensors": Batch(0.7, microbatches=2, parts="tensor"),
+    "scaled": Batch(0.1, 2, Multipliers(PUBLIC, of="microbatch", microbatch_size=4, groups="tensor", every=None)),
 }
 
 
@@ -359,7 +359,7 @@ def trained_both_ways(updates: int, is_one_number: bool, **options: Any) -> Comp
 def test_microbatches_of_one_size_are_captured(clipping: str, is_one_number: bool, recorded: list[Recorded]) -> None:
     trained_both_ways(12, is_one_number, clipping=BATCHES[clipping])
     gather, release, *_ = recorded
-    assert release.replays > 1 and gather.replays == BATCHES[clipping].mini_sets * release.replays
+    assert release.replays > 1 and gather.replays == BATCHES[clipping].microbatches * release.replays
 
 
 @pytest.mark.parametrize("is_one_number", [False, True])
@@ -401,7 +401,7 @@ def test_a_microbatch_gathered_eagerly_may_not_change_buffers(
 
 def test_microbatches_that_a_shuffle_makes_are_never_captured(recorded: list[Recorded]) -> None:
     """Record i is in microbatch i mod k, so of 8 records in random order it may have none or many."""
-    model, private = coupled_run(clipping=Batch(0.7, mini_sets=4), sampling="shuffled")
+    model, private = coupled_run(clipping=Batch(0.7, microbatches=4), sampling="shuffled")
     go(private, private.compiled(loss_with(model)), 80)
     assert recorded == []
 
@@ -413,7 +413,7 @@ def test_what_was_gathered_of_an_earlier_batch_is_no_part_of_the_next(
     odd = np.array([1, 2, 3, 6, 7, 10, 11, 17])  # none is a multiple of 4; 1 and 17 are one microbatch
     models = []
     for is_compiled in (True, False):
-        model, private = coupled_run(with_record(17, torch.nan), clipping=Batch(0.7, mini_sets=4))
+        model, private = coupled_run(with_record(17, torch.nan), clipping=Batch(0.7, microbatches=4))
         step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
         go(private, step, 6)
         with monkeypatch.context() as patch:
@@ -444,13 +444,13 @@ def test_what_a_graph_cannot_hold_is_never_captured(what: str, recorded: list[Re
 
 @pytest.mark.parametrize("sampling", ["poisson", "truncated-poisson"])
 def test_microbatches_of_random_sizes_are_never_captured(sampling: str, recorded: list[Recorded]) -> None:
-    model, private = coupled_run(clipping=Batch(0.7, mini_sets=2), sampling=sampling)
+    model, private = coupled_run(clipping=Batch(0.7, microbatches=2), sampling=sampling)
     go(private, private.compiled(loss_with(model)), 12)
     assert recorded == []
 
 
 def test_sums_of_microbatches_are_formed_in_float64(recorded: list[Recorded]) -> None:
-    model, private = private_run(clipping=Batch(0.7, mini_sets=4), sampling="fixed-size")
+    model, private = private_run(clipping=Batch(0.7, microbatches=4), sampling="fixed-size")
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     assert recorded and {t.dtype for t in step._captured._sums} == {torch.float64}
@@ -459,7 +459,7 @@ def test_sums_of_microbatches_are_formed_in_float64(recorded: list[Recorded]) ->
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_microbatch_that_is_not_finite_contributes_zero(value: float, recorded: list[Recorded]) -> None:
-    options = {"clipping": Batch(0.7, mini_sets=4)}
+    options = {"clipping": Batch(0.7, microbatches=4)}
     (model, private), (expected, plain) = (coupled_run(with_record(17, value), **options) for _ in range(2))
     go(private, private.compiled(loss_with(model)), 25)
     go(plain, ordinary(expected, plain), 25)
@@ -482,7 +482,7 @@ def test_averaged_parameters_follow_a_captured_update(recorded: list[Recorded]) 
             sampling="fixed-size",
             noise_multiplier=0,
             seed=3,
-            averaged=averages,
+            ema=averages,
         )
         step = private.compiled(loss_with(model)) if is_compiled else ordinary(model, private)
         go(private, step, 9)
@@ -497,9 +497,9 @@ def test_averaged_parameters_follow_a_captured_update(recorded: list[Recorded]) 
 
 LASTING: dict[str, Any] = {
     "examples, measured": PerExample(0.7, parts=Adaptive(PUBLIC, every=9)),
-    "examples, decaying": PerExample(Decay(0.7, 0.5, every=9)),
-    "batch, measured": Batch(0.7, parts=Adaptive(PUBLIC, of="mini-set", mini_set_size=4, every=9)),
-    "batch, decaying": Batch(Decay(0.7, 0.5, every=9), mini_sets=2),
+    "examples, decaying": PerExample(NormDecay(0.7, 0.5, every=9)),
+    "batch, measured": Batch(0.7, parts=Adaptive(PUBLIC, of="microbatch", microbatch_size=4, every=9)),
+    "batch, decaying": Batch(NormDecay(0.7, 0.5, every=9), microbatches=2),
 }
 
 
@@ -525,7 +525,7 @@ def test_steps_are_captured_again_when_bounds_have_changed(
 
 
 def test_bounds_that_do_not_last_are_never_captured(recorded: list[Recorded]) -> None:
-    for clipping in (PerExample(Decay(0.7, 0.9, every=9)), PerExample(0.7, parts=Adaptive(PUBLIC, every=1))):
+    for clipping in (PerExample(NormDecay(0.7, 0.9, every=9)), PerExample(0.7, parts=Adaptive(PUBLIC, every=1))):
         model, private = exact_run(clipping=clipping)
         go(private, private.compiled(loss_with(model)), 12)
     assert recorded == []

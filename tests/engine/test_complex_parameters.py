@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, Quantile, Sparse, make_private
+from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, Quantile, make_private
 from clipwise.clipping import Strategy
+from clipwise.contrib import Sparse
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.noise.key import NoiseKey
@@ -118,14 +119,14 @@ def test_sensitivities_and_noise_are_those_of_the_pairs(split: str, noise: str) 
 def test_a_run_trains_and_states_its_guarantee(clipping: Strategy, noise: str) -> None:
     if noise == "secure":
         pytest.importorskip("cryptography")
-    private = run(clipping, noise=noise, averaged=0.9, steps=3, delta=1e-5)
+    private = run(clipping, noise=noise, ema=0.9, steps=3, delta=1e-5)
     before = private._context.model.z.detach().clone()
     model = trained(private)
     assert model.z.grad is not None and model.z.grad.is_complex() and model.z.dtype == before.dtype
     moved = model.z.detach() - before
     assert bool(moved.real.ne(0).all()) and bool(moved.imag.ne(0).all())
     assert private.spent().epsilon > 0 and str(private.statement())
-    with private.averaged.applied():
+    with private.ema.applied():
         assert model.z.is_complex() and bool(torch.isfinite(model.z).all())
 
 

@@ -39,9 +39,9 @@ def options_of(kind: str) -> dict[str, Any]:
     strategies: dict[str, dict[str, Any]] = {
         "per example": {"clipping": PerExample()},
         "quantile": {"clipping": PerExample(max_norm=Quantile(target=0.5, count_noise=2.0))},
-        "views": {"clipping": PerExample(), "averaged_views": 2},
+        "views": {"clipping": PerExample(), "augmentation_multiplicity": 2},
         "pieces": {"clipping": PerExample(), "max_physical_batch_size": 1},
-        "batch": {"clipping": Batch(mini_sets=4)},
+        "batch": {"clipping": Batch(microbatches=4)},
         "users": {"clipping": Batch(), "group": [i // 2 for i in range(SIZE)]},
     }
     return {"model": model, **strategies[kind]}

@@ -10,22 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import (
-    Adaptive,
-    Backprop,
-    Batch,
-    Lipschitz,
-    Multipliers,
-    PerExample,
-    Private,
-    Quantile,
-    RandomLayer,
-    Released,
-    Sparse,
-    layers,
-    make_private,
-)
+from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, Quantile, layers, make_private
 from clipwise.clipping import Strategy
+from clipwise.contrib import Adaptive, Multipliers, RandomLayer, ReleasedNorms, Sparse
 from clipwise.errors import ConfigurationError
 from clipwise.noise.secure.grid import grid_step
 
@@ -58,8 +45,8 @@ STRATEGIES: dict[str, Strategy] = {
     "normalize": PerExample(parts="tensor", mode="normalize"),
     "quantile": PerExample(Quantile(count_noise=1.0), parts="layer"),
     "random layer": PerExample(parts=RandomLayer()),
-    "adaptive": PerExample(parts=Adaptive(Released())),
-    "multipliers": PerExample(parts=Multipliers(Released())),
+    "adaptive": PerExample(parts=Adaptive(ReleasedNorms())),
+    "multipliers": PerExample(parts=Multipliers(ReleasedNorms())),
     "sparse": PerExample(sparse=Sparse(every=10)),
     "loop": PerExample(method="loop"),
     "vmap": PerExample(method="vmap"),
@@ -76,7 +63,7 @@ def test_a_run_trains_beside_them(name: str, noise: str) -> None:
         pytest.importorskip("cryptography")
     torch.manual_seed(0)
     model = WithEmpty()
-    private = run(model, STRATEGIES[name], noise=noise, averaged=0.9)
+    private = run(model, STRATEGIES[name], noise=noise, ema=0.9)
     before = model.linear.weight.detach().clone()
     for (x,) in private.loader:
         private.step(model(x))

@@ -66,11 +66,11 @@ def released(most: int, **options: Any) -> tuple[dict[str, Tensor], int, list[in
         {},
         {"clipping": PerExample(0.5, parts="layer")},
         {"clipping": PerExample(Quantile(count_noise=1.0))},
-        {"averaged_views": Views(2)},
+        {"augmentation": Views(2)},
     ],
 )
 def test_smaller_pieces_give_the_same_release(options: dict[str, Any]) -> None:
-    rows = 2 if "averaged_views" in options else 1
+    rows = 2 if "augmentation" in options else 1
     whole, _, _ = released(100, **options)
     found, steps, tried = released(3 * rows, **options)
     assert steps == 1 and tried == [8 * rows, 4 * rows, 2 * rows, 2 * rows, 2 * rows, 2 * rows]

@@ -97,7 +97,7 @@ def test_microbatches_of_one_are_per_example_clipping(sampling: str) -> None:
 
 
 def test_a_step_has_k_pieces_and_one_release() -> None:
-    model, private = private_run(clipping=Batch(1.0, mini_sets=4))
+    model, private = private_run(clipping=Batch(1.0, microbatches=4))
     done = [private.step(losses_of(model, batch)) for batch in private.loader.pieces()]
     assert done == [False, False, False, True] * 5
     assert private.steps == 5 and len(private.loader) == 5
@@ -134,7 +134,7 @@ def test_the_noise_has_the_stated_size(k: int, group: list[int] | None) -> None:
 def test_a_single_number_will_do() -> None:
     found = []
     for reduce in (lambda v: v, lambda v: v.mean()):
-        model, private = private_run(clipping=Batch(1.0, mini_sets=4), seed=3)
+        model, private = private_run(clipping=Batch(1.0, microbatches=4), seed=3)
         for batch in private.loader.pieces():
             private.step(reduce(losses_of(model, batch)))
         found.append(parameters(model))
@@ -235,7 +235,7 @@ def iter_epochs(private: Private) -> Iterator[Any]:
 
 
 def test_pieces_of_a_microbatch_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"max_physical_batch_size.*mini_sets=k"):
+    with pytest.raises(ConfigurationError, match=r"max_physical_batch_size.*microbatches=k"):
         private_run(clipping=Batch(), max_physical_batch_size=4, batch_size=8)
     with pytest.raises(ConfigurationError, match="max_physical_batch_size"):
         private_run(clipping=Batch(1.0, 2), max_physical_batch_size=0, batch_size=8)
@@ -257,7 +257,7 @@ def test_a_limit_that_microbatches_keep_anyway_changes_nothing(sampling: str) ->
 
 def test_microbatches_must_fit_draws_of_constant_size() -> None:
     for sampling in ("partition", "fixed-size"):
-        with pytest.raises(ConfigurationError, match="mini_sets=3 must divide batch_size=8"):
+        with pytest.raises(ConfigurationError, match="microbatches=3 must divide batch_size=8"):
             private_run(clipping=Batch(1.0, 3), sampling=sampling)
         _, private = private_run(clipping=Batch(1.0, 4), sampling=sampling)
         assert private._context.event.sample_rate == 0.2
@@ -266,7 +266,7 @@ def test_microbatches_must_fit_draws_of_constant_size() -> None:
 def test_a_compiled_step_is_an_ordinary_one() -> None:
     found = []
     for is_compiled in (False, True):
-        model, private = private_run(clipping=Batch(1.0, mini_sets=2), seed=4)
+        model, private = private_run(clipping=Batch(1.0, microbatches=2), seed=4)
         loss = lambda x, y, on=model: F.cross_entropy(on(x), y)  # noqa: E731
         step = private.compiled(loss) if is_compiled else None
         for _ in range(2):
@@ -474,8 +474,8 @@ def test_replacing_a_user_counts_twice() -> None:
 def test_a_strategy_that_cannot_protect_users_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"group=.*PerExample.*Batch"):
         user_run(clipping=PerExample())
-    with pytest.raises(ConfigurationError, match=r"mini_sets=4 with group="):
-        user_run(clipping=Batch(1.0, mini_sets=4))
+    with pytest.raises(ConfigurationError, match=r"microbatches=4 with group="):
+        user_run(clipping=Batch(1.0, microbatches=4))
     with pytest.raises(ConfigurationError, match="one user id for each record"):
         user_run(group=USERS[:-1])
     with pytest.raises(ConfigurationError, match="batch_size"):
@@ -518,27 +518,27 @@ def test_sgd_with_rate_one_adds_the_mean_change() -> None:
         batch_size=None,
         noise_multiplier=0,
     )
-    done = [private.step_sets(batch) for batch in private.loader.pieces()]
+    done = [private.step_local_update(batch) for batch in private.loader.pieces()]
     assert done == [False] * 6 + [True]
     for name, p in parameters(model).items():
         torch.testing.assert_close(p, sum(t[name] for t in trained) / 7)
 
 
-def test_step_and_step_sets_refuse_each_other() -> None:
+def test_step_and_step_local_update_refuse_each_other() -> None:
     model, private = private_run(clipping=Batch(local_update=local_sgd))
-    with pytest.raises(StepError, match="step_sets"):
+    with pytest.raises(StepError, match="step_local_update"):
         private.compiled(lambda x, y: x)
     for batch in private.loader:
-        with pytest.raises(StepError, match="step_sets"):
+        with pytest.raises(StepError, match="step_local_update"):
             private.step(losses_of(model, batch))
-        assert private.step_sets(batch)
+        assert private.step_local_update(batch)
         with pytest.raises(StepError, match="without a new batch"):
-            private.step_sets(batch)
+            private.step_local_update(batch)
     for clipping in (Batch(), PerExample()):
         model, private = private_run(clipping=clipping)
         for batch in private.loader:
             with pytest.raises(StepError, match=r"private.step\(losses\)"):
-                private.step_sets(batch)
+                private.step_local_update(batch)
             break
 
 
@@ -546,7 +546,7 @@ def test_an_empty_batch_makes_no_local_update() -> None:
     called = []
     model, private = private_run(clipping=Batch(1.0, 2, local_update=lambda m, s: called.append(1)), sample_rate=1e-9)
     for batch in private.loader.pieces():
-        if private.step_sets(batch):
+        if private.step_local_update(batch):
             break
     assert called == [] and all(bool(g.any()) for g in gradients(model).values())
 
@@ -566,7 +566,7 @@ def test_a_local_update_may_not_touch_the_model_itself() -> None:
         _, private = private_run(model, clipping=Batch(local_update=update), sampling="full")
         batch = next(iter(private.loader))
         with pytest.raises(error):
-            private.step_sets(batch)
+            private.step_local_update(batch)
 
 
 def test_a_local_update_reveals_no_size() -> None:
@@ -577,7 +577,7 @@ def test_a_local_update_reveals_no_size() -> None:
 
     _, private = private_run(normalized(keep=True), clipping=Batch(1.0, local_update=update), sampling="full")
     with pytest.raises(StepError, match=r"batch norm.*without_running_statistics") as refusal:
-        private.step_sets(next(iter(private.loader)))
+        private.step_local_update(next(iter(private.loader)))
     assert "size" not in str(refusal.value) and refusal.value.__context__ is None
 
 
@@ -599,7 +599,7 @@ def test_running_statistics_of_the_copy_are_thrown_away() -> None:
     before = {name: b.clone() for name, b in model.named_buffers()}
     _, private = private_run(model, clipping=Batch(local_update=local_sgd), sampling="full")
     for batch in private.loader:
-        private.step_sets(batch)
+        private.step_local_update(batch)
     assert same(before, dict(model.named_buffers()))
 
 
@@ -623,16 +623,16 @@ def test_other_microbatches_or_users_are_another_run() -> None:
     assert len(set(every)) == 5 and digests(clipping=Batch()) == every[0]
 
 
-@pytest.mark.parametrize("kind", ["mini-sets", "users", "local"])
+@pytest.mark.parametrize("kind", ["microbatches", "users", "local"])
 def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"clipping": Batch(1.0, mini_sets=4)}
+    options: dict[str, Any] = {"clipping": Batch(1.0, microbatches=4)}
     if kind == "users":
         options = {"clipping": Batch(1.0), "group": USERS, "sampling": "fixed-size", "batch_size": 3}
     if kind == "local":
-        options = {"clipping": Batch(1.0, mini_sets=4, local_update=local_sgd)}
+        options = {"clipping": Batch(1.0, microbatches=4, local_update=local_sgd)}
 
     def step(model: nn.Module, private: Private, batch: Any) -> bool:
-        return private.step_sets(batch) if kind == "local" else private.step(losses_of(model, batch))
+        return private.step_local_update(batch) if kind == "local" else private.step(losses_of(model, batch))
 
     def go(model: nn.Module, private: Private, steps: int) -> None:
         while steps > 0:
@@ -685,7 +685,7 @@ def test_the_statement_names_microbatches_and_what_they_rest_on() -> None:
         texts[name] = str(private_run(clipping=clipping, seed=1)[1].statement())
         model, private = private_run(clipping=clipping)
         for batch in private.loader.pieces():
-            private.step_sets(batch) if name == "local" else private.step(losses_of(model, batch))
+            private.step_local_update(batch) if name == "local" else private.step(losses_of(model, batch))
         texts[name] = str(private.statement())
     assert "on the clipped mean gradient of the whole batch with noise" in texts["whole"]
     assert "on the sum of the clipped mean gradients of 4 microbatches" in texts["sets"]
@@ -704,10 +704,10 @@ def test_statistics_that_the_model_itself_learns_between_local_updates_are_refus
         model=model, batch_size=38, sampling="fixed-size", clipping=Batch(1.0, 2, local_update=local_sgd)
     )
     drawn = iter(private.loader.pieces())
-    private.step_sets(next(drawn))
+    private.step_local_update(next(drawn))
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
-        private.step_sets(next(drawn))
+        private.step_local_update(next(drawn))
     model(torch.randn(8, FEATURES))  # a training loss for a progress bar, say
     with pytest.raises(StepError, match=r"'1.running_mean' is not what the last release.*model.eval\(\)"):
         next(drawn)

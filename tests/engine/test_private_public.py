@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Adaptive, Batch, ByNorm, Multipliers, PerExample, Public, make_private
+from clipwise import Batch, PerExample, make_private
 from clipwise.clipping.base import Strategy
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, PublicData
 from clipwise.engine.private import Private
 from clipwise.errors import PrivacyWarning
 from clipwise.layers import PublicBatchNorm, PublicStatistics
@@ -181,15 +182,15 @@ def test_the_optimizer_has_one_hook_that_is_removed_with_the_run() -> None:
 # ------------------------------------------------- strategies that look at the model
 
 
-def batches() -> Public:
-    return Public(TensorDataset(public(), labels(12)), loss=losses_of, name="shared rows")
+def batches() -> PublicData:
+    return PublicData(TensorDataset(public(), labels(12)), loss=losses_of, name="shared rows")
 
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "adaptive": lambda: PerExample(parts=Adaptive(batches(), every=1)),
     "multipliers": lambda: PerExample(parts=Multipliers(batches(), every=1)),
     "by norm": lambda: PerExample(parts=ByNorm(batches(), every=1)),
-    "mini-sets": lambda: Batch(parts=Adaptive(batches(), every=1, of="mini-set"), mini_sets=2),
+    "microbatches": lambda: Batch(parts=Adaptive(batches(), every=1, of="microbatch"), microbatches=2),
 }
 
 
@@ -216,7 +217,7 @@ def test_a_local_update_gets_a_copy_with_fresh_statistics(kind: str) -> None:
     model, private = run(kind, 1.0, clipping=Batch(local_update=update))
     before = model[0].weight.clone()
     for batch in private.loader:
-        private.step_sets(batch)
+        private.step_local_update(batch)
     assert not torch.equal(model[0].weight, before)
     model.eval()(images(2))
 
@@ -226,7 +227,7 @@ def test_a_model_that_was_moved_is_refreshed_before_it_is_measured() -> None:
     model.register_buffer("places", torch.zeros(2))  # is copied while norms are measured
     model.to(torch.float32)
     assert not statistics.is_fresh
-    rows = Public(TensorDataset(public(torch.float32), labels(12)), loss=losses_of)
+    rows = PublicData(TensorDataset(public(torch.float32), labels(12)), loss=losses_of)
     make_private(
         model, sgd(model), TensorDataset(images(SIZE, torch.float32), labels(SIZE)), batch_size=8,
         noise_multiplier=1.0, clipping=PerExample(parts=Adaptive(rows)),

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Private, layers
+from clipwise.contrib import RandomLayer
 from clipwise.engine import checkpoint
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers import BatchStatisticsNorm
@@ -198,7 +199,9 @@ def test_other_optimizers_views_and_the_compiled_step() -> None:
     for is_compiled in (False, True):
         model = normalized()
         clipping = Batch(0.5, 2, running_statistics=RULE)
-        _, private = private_run(model, sgd(model, momentum=0.9), clipping=clipping, averaged_views=2, seed=4)
+        _, private = private_run(
+            model, sgd(model, momentum=0.9), clipping=clipping, augmentation_multiplicity=2, seed=4
+        )
         step = private.compiled(lambda x, y, model=model: losses_of(model, (x, y))) if is_compiled else None
         for batch in private.loader.pieces():
             _ = private.step(losses_of(model, batch)) if step is None else step(*batch)

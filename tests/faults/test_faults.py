@@ -14,7 +14,7 @@ import clipwise
 from tests.faults.plan import KINDS, Plan, plans
 from tests.faults.verdict import Facts, broken
 
-COUNT, MANY = 50, 300
+COUNT, MANY = 30, 300  # `make faults` tries 1,000
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +31,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_fifty_faults_break_no_promise() -> None:
+def test_no_fault_breaks_a_promise() -> None:
     done = command("--count", str(COUNT), "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{COUNT} faults happened" in done.stdout

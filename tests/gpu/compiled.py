@@ -25,8 +25,8 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Backprop, Batch, PerExample, Private, layers, make_private
 from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.decay import Decay
-from clipwise.clipping.public import Public
+from clipwise.clipping.contrib.decay import NormDecay
+from clipwise.clipping.public import PublicData
 from clipwise.engine import compiled, cuda_graphs
 from clipwise.engine.compiled import CaptureWarning, CompiledStep
 from clipwise.gradients.forms import Budget, Outer, Rows, Tied
@@ -307,36 +307,36 @@ def check_not_finite() -> Verdicts:
 
 def check_batch() -> Verdicts:
     """Batch clipping: microbatches of one size, by graphs; one that is not finite."""
-    for sampling, mini_sets, parts in (
+    for sampling, microbatches, parts in (
         ("fixed-size", 1, "all"),
         ("fixed-size", 4, "tensor"),
         ("partition", 1, "layer"),
         ("shuffled", 1, "all"),
     ):
-        what = f"batch, {sampling}, {mini_sets} microbatches, {parts}"
-        clipping = Batch(0.5, mini_sets=mini_sets, parts=parts)
+        what = f"batch, {sampling}, {microbatches} microbatches, {parts}"
+        clipping = Batch(0.5, microbatches=microbatches, parts=parts)
         yield from compared(what, "coupled", sampling=sampling, clipping=clipping)
     x, y = records("coupled").tensors
     x = x.clone()
     x[17] = math.nan
-    options: dict[str, Any] = {"sampling": "fixed-size", "clipping": Batch(0.5, mini_sets=4)}
+    options: dict[str, Any] = {"sampling": "fixed-size", "clipping": Batch(0.5, microbatches=4)}
     yield from compared("batch, not finite", "coupled", dataset=TensorDataset(x, y), **options)
 
 
 def check_lasting() -> Verdicts:
     """Bounds that change every seven releases: steps are captured again."""
     with mock.patch.object(compiled, "_LASTING", 7):
-        for name, of in (("convolutional", "example"), ("coupled", "mini-set")):
-            public = Public(
+        for name, of in (("convolutional", "example"), ("coupled", "microbatch")):
+            public = PublicData(
                 records(name), lambda model, *batch: loss_with(model)(*(t.to(DEVICE) for t in batch)), name="others"
             )
-            size = {"mini_set_size": 8} if of == "mini-set" else {}
+            size = {"microbatch_size": 8} if of == "microbatch" else {}
             parts = Adaptive(public, groups="tensor", of=of, every=7, **size)
             for what, options in (
                 ("measured", {"max_norm": 0.5, "parts": parts}),
-                ("decaying", {"max_norm": Decay(0.5, 0.7, every=7)}),
+                ("decaying", {"max_norm": NormDecay(0.5, 0.7, every=7)}),
             ):
-                clipping = (Batch if of == "mini-set" else PerExample)(**options)
+                clipping = (Batch if of == "microbatch" else PerExample)(**options)
                 yield from compared(
                     f"lasting, {name}, {what}", name, updates_too=False, sampling="fixed-size", clipping=clipping
                 )
@@ -443,7 +443,7 @@ def _tf32() -> Verdicts:
             torch.manual_seed(0)
             model, rows = Given(m, n).to(DEVICE), cancelling(T, m, n, left_over)
             for method in ("bookkeeping", "reweight"):
-                clipper = attach(model, PerExample(norm, method=method, products="tf32"))
+                clipper = attach(model, PerExample(norm, method=method, matmul_precision="tf32"))
                 found = float(clipper.clipped_sum(model(*rows))["a.weight"].double().norm())
                 what = f"tf32 {method} {(T, m, n)} left over {left_over}: {found / norm:.4f} C"
                 yield what, clipper.bounds[0].sensitivity == norm * STATED and found <= norm * STATED * SLACK
@@ -456,7 +456,7 @@ def _tf32_compiled(norm: float) -> Verdicts:
     torch.manual_seed(0)
     model, rows = Given(256, 512).to(DEVICE), cancelling(64, 256, 512, 1e-2)
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
-    clipping = PerExample(norm, products="tf32")
+    clipping = PerExample(norm, matmul_precision="tf32")
     private = make_private(
         model, optimizer, TensorDataset(*rows), sampling="full", noise_multiplier=0, clipping=clipping
     )

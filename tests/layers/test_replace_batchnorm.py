@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Public
+from clipwise.contrib import PublicData
 from clipwise.errors import ConfigurationError
 from clipwise.layers import with_released_statistics, without_running_statistics
 from clipwise.layers.public_batchnorm import PublicBatchNorm
@@ -165,8 +165,8 @@ def test_invalid_arguments_are_refused() -> None:
         replace_batchnorm(network())
     with pytest.raises(ConfigurationError, match=r"must be a tensor of rows .*, not TensorDataset"):
         replace_batchnorm(network(), TensorDataset(public()))  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"must be a tensor of rows .*, not Public"):
-        replace_batchnorm(network(), Public(TensorDataset(public()), lambda model, x: x))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"must be a tensor of rows .*, not PublicData"):
+        replace_batchnorm(network(), PublicData(TensorDataset(public()), lambda model, x: x))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="groups is for kind='group'"):
         replace_batchnorm(network(), public(), groups=2)
     with pytest.raises(ConfigurationError, match="no BatchNorm layer"):

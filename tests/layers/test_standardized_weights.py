@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError
-from clipwise.layers.weight_parametrizations import standardize_weights
+from clipwise.layers.standardized_weights import standardize_weights
 from tests.gradients.cases import losses, oracle
 from tests.sites import site
 

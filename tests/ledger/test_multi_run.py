@@ -108,12 +108,12 @@ def test_a_state_is_loaded_beside_the_run_that_it_is_of() -> None:
 
 def test_averages_do_not_follow_the_releases_of_others() -> None:
     open_ledger = MemoryLedger()
-    model, private = private_run(ledger=open_ledger, averaged=0.5)
+    model, private = private_run(ledger=open_ledger, ema=0.5)
     other = private_run(ledger=open_ledger)
     train(model, private, 3)
-    before = private.averaged.state_dict()
+    before = private.ema.state_dict()
     train(*other, 2)
-    after = private.averaged.state_dict()
+    after = private.ema.state_dict()
     assert str(before) == str(after)
 
 

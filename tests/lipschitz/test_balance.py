@@ -156,9 +156,9 @@ def test_averages_are_rescaled_too() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     clipping = Lipschitz(LIMIT, 1.0, balanced=True)
-    _, private = private_run(model, optimizer, clipping=clipping, averaged=0.9)
+    _, private = private_run(model, optimizer, clipping=clipping, ema=0.9)
     train(model, private, 3)
-    averages = private.averaged
+    averages = private.ema
     factors = {"1.weight": 64.0, "1.bias": 64.0, "3.weight": 1 / 64}
     with torch.no_grad():  # weights and averages with unequal scales
         for name, factor in factors.items():

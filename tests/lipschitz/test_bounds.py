@@ -82,10 +82,9 @@ def test_more_effort_never_gives_larger_bounds() -> None:
     for seed in range(60):
         model, shape = draw("convolutional", seed)
         network = trace(model, shape)
-        loose, usual, tight = (bounds_of(network, 1.0, effort=e) for e in ("frobenius", "spectral", "tight"))
+        usual, tight = (bounds_of(network, 1.0, effort=e) for e in ("spectral", "tight"))
         for name in usual.sensitivities:
             assert tight.sensitivities[name] <= usual.sensitivities[name] * (1 + 1e-9)
-            assert usual.sensitivities[name] <= loose.sensitivities[name] * (1 + 1e-9)
 
 
 def test_an_mlp_has_the_bounds_of_the_formula() -> None:

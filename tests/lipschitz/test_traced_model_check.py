@@ -125,33 +125,6 @@ def test_hooks_on_a_layer_are_refused_until_removed(when: str) -> None:
     same.require()
 
 
-def test_identities_are_compared_first_and_equal_copies_are_compared_once_by_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class OfLayers(nn.Module):  # autograd shows all of its numbers
-        def __init__(self) -> None:
-            super().__init__()
-            self.clip, self.last, self.shifts = ClipInput(1.0), nn.Linear(4, 3), [0.0]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.clip(x))  # type: ignore[no-any-return]
-
-    model = OfLayers()
-    same = AsTraced(model, trace(model, (4,)))
-    looks: list[nn.Module] = []
-    look = AsTraced._look_at
-    monkeypatch.setattr(AsTraced, "_look_at", lambda self, m: looks.append(m) or look(self, m))
-    model(torch.randn(2, 4))
-    same.require()
-    assert not looks
-    model.shifts = [0.0]  # an equal list
-    same.require()
-    assert looks
-    looks.clear()
-    same.require()
-    assert not looks
-
-
 def test_other_state_may_change() -> None:
     model = Model()
     same = AsTraced(model, trace(model, (4,)))

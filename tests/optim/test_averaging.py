@@ -161,7 +161,7 @@ def test_another_model_and_other_settings_are_refused() -> None:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
     net = network()
-    net, private = private_run(net, averaged=AveragedParameters(net, kind="uniform"))
+    net, private = private_run(net, ema=AveragedParameters(net, kind="uniform"))
     seen = []
     for batch in private.loader:
         if by_hand:
@@ -170,8 +170,8 @@ def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
         else:
             private.step(losses_of(net, batch))
         seen.append(parameters(net))
-    assert private.averaged.updates == len(seen) == 5
-    with private.averaged.applied():
+    assert private.ema.updates == len(seen) == 5
+    with private.ema.applied():
         for name, p in net.named_parameters():
             assert torch.allclose(p, torch.stack([s[name] for s in seen]).mean(0), rtol=1e-5, atol=1e-6)
     assert same(parameters(net), seen[-1])
@@ -179,19 +179,19 @@ def test_a_private_run_takes_in_every_update_once(by_hand: bool) -> None:
 
 def test_nothing_is_trained_while_the_model_has_its_averages() -> None:
     """The block would give the weights back, and the update would be lost after it was charged."""
-    net, private = private_run(averaged=0.5)
+    net, private = private_run(ema=0.5)
     train(net, private, 2)
     batch = next(iter(private.loader))
     before = parameters(net)
-    with private.averaged.applied():
+    with private.ema.applied():
         for forbidden in (
             lambda: private.step(losses_of(net, batch)),
             lambda: next(iter(private.loader)),
             private.state_dict,  # the model's own would hold the averages
         ):
-            with pytest.raises(StepError, match=r"inside a block of private\.averaged\.applied\(\)"):
+            with pytest.raises(StepError, match=r"inside a block of private\.ema\.applied\(\)"):
                 forbidden()
-        with private.averaged.applied() as again:  # in a function that is called there, say
+        with private.ema.applied() as again:  # in a function that is called there, say
             assert again is net and not same(parameters(net), before)
         assert not same(parameters(net), before)
     assert private.steps == 2 and same(parameters(net), before)
@@ -199,24 +199,24 @@ def test_nothing_is_trained_while_the_model_has_its_averages() -> None:
 
 
 def test_averages_are_part_of_a_checkpoint() -> None:
-    net, private = private_run(averaged=0.5)
+    net, private = private_run(ema=0.5)
     train(net, private, 3)
     state = private.state_dict()
-    other, second = private_run(averaged=0.5)
+    other, second = private_run(ema=0.5)
     other.load_state_dict(net.state_dict())
     with pytest.warns(match="fresh secret"):
         second.load_state_dict(state)
-    assert same(state["averaged"]["averages"], second.averaged.state_dict()["averages"])
-    assert second.averaged.updates == 3
-    other, third = private_run(averaged=0.9)
+    assert same(state["ema"]["averages"], second.ema.state_dict()["averages"])
+    assert second.ema.updates == 3
+    other, third = private_run(ema=0.9)
     other.load_state_dict(net.state_dict())
     with pytest.raises(CheckpointError, match="decay"):
         third.load_state_dict(state)
 
 
 def test_a_run_without_averages_explains_how_to_get_them() -> None:
-    with pytest.raises(ConfigurationError, match=r"averaged=0\.999"):
-        _ = private_run()[1].averaged
+    with pytest.raises(ConfigurationError, match=r"ema=0\.999"):
+        _ = private_run()[1].ema
     for bad in ("0.9", True, False, 1.0, -0.1, float("nan")):
-        with pytest.raises(ConfigurationError, match="averaged must be"):
-            private_run(averaged=bad)
+        with pytest.raises(ConfigurationError, match="ema must be"):
+            private_run(ema=bad)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise import FileLedger, Multipliers, PerExample, RandomLayer, Released, Sparse, accounting, make_private
+from clipwise import FileLedger, PerExample, accounting, make_private
+from clipwise.contrib import Multipliers, RandomLayer, ReleasedNorms, Sparse
 from clipwise.errors import LedgerError
 from clipwise.ledger.run_description import About, versions
 from clipwise.privacy import Adjacency, Entry, Event, Part, Sampling, Spent, Unit
@@ -47,7 +48,7 @@ def statement(epsilon: float = 2.5, about: About = ABOUT, **changes: Any) -> Sta
         "spent": spent,
         "history": (Entry(event, 7),),
         "risk": RISK,
-        "sittings": (about,),
+        "processes": (about,),
         "dataset_size": 40,
     }
     return Statement(**{**plain, **changes})
@@ -127,11 +128,11 @@ def test_it_says_what_is_only_assumed() -> None:
     assert "probed on the first batches, not proven" in str(statement())
     assert "not probed" in str(statement(about=replace(ABOUT, probed=False)))
     assert "given seed" not in str(statement()) and "dropout" in str(statement())
-    seeded = statement(sittings=(replace(ABOUT, seeded=True), ABOUT))  # once is enough
+    seeded = statement(processes=(replace(ABOUT, seeded=True), ABOUT))  # once is enough
     assert "come from a given seed" in str(seeded) and seeded.to_dict()["seeded"] is True
-    partly = statement(sittings=(replace(ABOUT, probed=False), ABOUT))  # all of them, or it does not count
+    partly = statement(processes=(replace(ABOUT, probed=False), ABOUT))  # all of them, or it does not count
     assert "not probed" in str(partly) and partly.to_dict()["independence_probed"] is False
-    unknown = statement(sittings=(About(), ABOUT)).to_dict()
+    unknown = statement(processes=(About(), ABOUT)).to_dict()
     assert unknown["seeded"] is None and unknown["independence_probed"] is None
 
 
@@ -157,20 +158,20 @@ def test_it_says_that_a_record_moves_one_random_part_only() -> None:
 
 
 def test_it_says_that_the_scaled_sum_has_the_sensitivity() -> None:
-    text = str(private_run(clipping=PerExample(1.0, Multipliers(Released())))[1].statement())
+    text = str(private_run(clipping=PerExample(1.0, Multipliers(ReleasedNorms())))[1].statement())
     assert "all: 1; of the scaled sum: gradients are multiplied by public factors" in text
     assert "scaled sum" not in str(private_run(clipping=PerExample(1.0))[1].statement())
 
 
 def test_it_names_the_software_of_the_run_and_of_the_reader() -> None:
     later = replace(ABOUT, versions={"python": "3.1"})
-    said = statement(sittings=(ABOUT, ABOUT, later))
+    said = statement(processes=(ABOUT, ABOUT, later))
     assert lines(said, "software") == ["python 3.0, clipwise 0.0.9", "python 3.1"]
     assert versions()["numpy"] in line(said, "read with")
 
 
 def test_what_is_not_recorded_is_said_to_be() -> None:
-    said = statement(sittings=(), dataset_size=None)
+    said = statement(processes=(), dataset_size=None)
     assert "not recorded" in line(said, "sensitivity") and "not recorded" in line(said, "divisor")
     assert "not recorded whether" in str(said) and line(said, "unit") == "one record"
     assert not lines(said, "software")
@@ -196,7 +197,7 @@ def test_it_is_plain_data_too() -> None:
 
 
 def test_json_has_no_infinity() -> None:
-    plain = of_releases([Entry(replace(EVENT, noise_multiplier=0.0), 3)], EVENT, 1e-5, run="", sittings=()).to_dict()
+    plain = of_releases([Entry(replace(EVENT, noise_multiplier=0.0), 3)], EVENT, 1e-5, run="", processes=()).to_dict()
     assert plain["spent"]["epsilon"] is None and plain["attacker"]["mu"] is None
     json.dumps(plain, allow_nan=False)
 

@@ -177,12 +177,13 @@ def test_a_private_run_with_views():
 # ------------------------------------------------------------------- the engine
 
 
-def run_with(averaged_views, **options):
+def run_with(views: int | Views, **options):
     model = model_of().float()
     data = TensorDataset(images(40).float(), torch.arange(40) % 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"sample_rate": 0.1, "noise_multiplier": 0.0, "seed": 5} | options
-    return model, clipwise.make_private(model, optimizer, data, averaged_views=averaged_views, **settings)
+    name = "augmentation" if isinstance(views, Views) else "augmentation_multiplicity"
+    settings = {"sample_rate": 0.1, "noise_multiplier": 0.0, "seed": 5, name: views} | options
+    return model, clipwise.make_private(model, optimizer, data, **settings)
 
 
 def plain_losses(model, x, y):
@@ -230,8 +231,16 @@ def test_coupled_views_are_still_found():
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
 def test_a_wrong_number_of_views_is_named(wrong):
-    with pytest.raises(ConfigurationError, match="averaged_views"):
+    with pytest.raises(ConfigurationError, match="augmentation_multiplicity"):
         run_with(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"augmentation": 2}, {"augmentation": Views(2), "augmentation_multiplicity": 2}], ids=["number", "both"]
+)
+def test_views_are_given_once(wrong):
+    with pytest.raises(ConfigurationError, match=r"augmentation.*augmentation_multiplicity"):
+        run_with(1, **wrong)
 
 
 def test_a_compiled_step_takes_views_too():
@@ -307,7 +316,7 @@ def test_pieces_of_a_batch_have_views_of_their_own():
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         TensorDataset(x, torch.arange(12) % 10),
-        averaged_views=Views(4, Crop(8, 4)),
+        augmentation=Views(4, Crop(8, 4)),
         sampling="full",
         noise_multiplier=0.0,
         max_physical_batch_size=4,

@@ -27,7 +27,7 @@ from clipwise.sampling import (
     Poisson,
     PrivateLoader,
     Shuffled,
-    mini_sets_of,
+    microbatches_of,
 )
 
 subsets = st.lists(st.integers(0, 200), unique=True).map(lambda x: np.array(sorted(x), dtype=np.int64))
@@ -49,19 +49,19 @@ def test_one_record_more_changes_one_microbatch(drawn: np.ndarray, k: int, data:
 
 
 def test_the_blocks_of_a_partition_are_its_microbatches() -> None:
-    scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
+    scheme = Partition(11, 6, microbatches=3)  # blocks of 2, the last of 1
     for number in range(40):
-        cut = mini_sets_of(scheme, 3)(scheme.draw(bytes([number]), b"", 0))
+        cut = microbatches_of(scheme, 3)(scheme.draw(bytes([number]), b"", 0))
         assert len(cut) == 3
         assert all(p.tolist() in [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]] for p in cut)
 
 
 def test_which_cut_a_scheme_has() -> None:
-    assert mini_sets_of(Partition(12, 4, mini_sets=2), 2) == ByBlock(2)
-    assert mini_sets_of(FixedSize(12, 4, mini_sets=2), 2) == ByIndex(2, may_be_empty=False)
-    assert mini_sets_of(Full(12), 1) == ByIndex(1, may_be_empty=False)
+    assert microbatches_of(Partition(12, 4, microbatches=2), 2) == ByBlock(2)
+    assert microbatches_of(FixedSize(12, 4, microbatches=2), 2) == ByIndex(2, may_be_empty=False)
+    assert microbatches_of(Full(12), 1) == ByIndex(1, may_be_empty=False)
     for scheme in (Poisson(12, 0.5), Shuffled(12, 4), Full(12)):
-        assert mini_sets_of(scheme, 3) == ByIndex(3, may_be_empty=True)
+        assert microbatches_of(scheme, 3) == ByIndex(3, may_be_empty=True)
 
 
 IDS: list[Any] = [

@@ -22,9 +22,9 @@ ALL = [
     Poisson(50, 0.1),
     TruncatedPoisson(50, 0.1, 9),
     FixedSize(50, 7),
-    FixedSize(50, 6, mini_sets=3),
+    FixedSize(50, 6, microbatches=3),
     Partition(50, 7),
-    Partition(50, 6, mini_sets=3),
+    Partition(50, 6, microbatches=3),
     Shuffled(50, 7),
     Full(50),
 ]
@@ -74,12 +74,12 @@ def test_a_caller_may_write_into_a_draw_without_changing_the_next(scheme: Scheme
         (Poisson(10, 1.0), 1.0, 1, 10.0, 1),
         (Poisson(10, 0.3), 0.3, 4, 3.0, 1),
         (FixedSize(10, 4), 0.4, 3, 4.0, 1),
-        (FixedSize(11, 4, mini_sets=2), 2 / 5, 3, 4.0, 1),
-        (FixedSize(12, 6, mini_sets=3), 0.5, 2, 6.0, 1),
+        (FixedSize(11, 4, microbatches=2), 2 / 5, 3, 4.0, 1),
+        (FixedSize(12, 6, microbatches=3), 0.5, 2, 6.0, 1),
         (TruncatedPoisson(10, 0.3, 5), 0.3, 4, 3.0, 1),
         (Partition(10, 4), 1 / 3, 3, 10 / 3, 1),
-        (Partition(10, 4, mini_sets=2), 2 / 5, 3, 4.0, 1),
-        (Partition(12, 10, mini_sets=2), 2 / 3, 2, 8.0, 1),
+        (Partition(10, 4, microbatches=2), 2 / 5, 3, 4.0, 1),
+        (Partition(12, 10, microbatches=2), 2 / 3, 2, 8.0, 1),
         (Shuffled(10, 4), 1 / 3, 3, 10 / 3, 3),
         (Shuffled(12, 4), 1 / 3, 3, 4.0, 3),
         (Full(10), 1.0, 1, 10.0, 1),
@@ -236,7 +236,7 @@ def test_partition_chooses_each_block_with_equal_probability() -> None:
 
 
 def test_partition_of_several_microbatches_is_uniform_over_choices_of_blocks() -> None:
-    scheme = Partition(11, 6, mini_sets=3)  # blocks of 2, the last of 1
+    scheme = Partition(11, 6, microbatches=3)  # blocks of 2, the last of 1
     seen = Counter(tuple(d.tolist()) for d in draws(scheme, 8000))
     blocks = [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10,)]
     choices = [tuple(itertools.chain(*chosen)) for chosen in itertools.combinations(blocks, 3)]
@@ -245,7 +245,7 @@ def test_partition_of_several_microbatches_is_uniform_over_choices_of_blocks() -
 
 
 def test_fixed_size_of_several_microbatches_is_uniform_over_choices_in_each_class() -> None:
-    scheme = FixedSize(7, 4, mini_sets=2)  # of 0, 2, 4, 6 and of 1, 3, 5
+    scheme = FixedSize(7, 4, microbatches=2)  # of 0, 2, 4, 6 and of 1, 3, 5
     seen = Counter(tuple(d.tolist()) for d in draws(scheme, 9000))
     even, odd = itertools.combinations((0, 2, 4, 6), 2), list(itertools.combinations((1, 3, 5), 2))
     choices = [tuple(sorted(a + b)) for a in even for b in odd]
@@ -259,7 +259,7 @@ def test_no_unit_is_drawn_more_often_than_the_rate_of_fixed_size_microbatches(
 ) -> None:
     """b of a class's n_j, and the rate is the largest b / n_j."""
     k = min(k, size)
-    scheme = FixedSize(size, k * data.draw(st.integers(1, size // k)), mini_sets=k)
+    scheme = FixedSize(size, k * data.draw(st.integers(1, size // k)), microbatches=k)
     classes = [len(range(j, size, k)) for j in range(k)]
     assert scheme.sample_rate == max(scheme.batch_size // k / n for n in classes)
     drawn = np.bincount(scheme.draw(secret(size), EPOCH, 0) % k, minlength=k)
@@ -376,13 +376,13 @@ def test_make_scheme_refuses(arguments: tuple[object, ...], message: str) -> Non
         lambda: Poisson(5, 0.0),
         lambda: FixedSize(5, 6),
         lambda: Partition(5, 0),
-        lambda: Partition(5, 4, mini_sets=3),
-        lambda: Partition(5, 4, mini_sets=0),
+        lambda: Partition(5, 4, microbatches=3),
+        lambda: Partition(5, 4, microbatches=0),
         lambda: TruncatedPoisson(5, 0.5, 0),
         lambda: make_scheme("poisson", 5, 2, max_batch_size=5),
-        lambda: make_scheme("poisson", 5, 2, mini_sets=2),
-        lambda: FixedSize(5, 4, mini_sets=3),
-        lambda: FixedSize(5, 4, mini_sets=0),
+        lambda: make_scheme("poisson", 5, 2, microbatches=2),
+        lambda: FixedSize(5, 4, microbatches=3),
+        lambda: FixedSize(5, 4, microbatches=0),
         lambda: Shuffled(0, 1),
         lambda: Full(0),
     ],

@@ -19,27 +19,21 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import (
-    Adaptive,
     Backprop,
     Batch,
-    ByNorm,
     ConfigurationError,
-    Decay,
     Lipschitz,
-    Multipliers,
     NoisedStatistics,
     PerExample,
     Private,
     Quantile,
-    RandomLayer,
-    Released,
-    Sparse,
     layers,
     make_private,
 )
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, RandomLayer, ReleasedNorms, Sparse
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "combinations.md"
-STRATEGIES = ("PerExample", "Lipschitz", "Backprop", "Batch", "Batch(mini_sets=N)")
+STRATEGIES = ("PerExample", "Lipschitz", "Backprop", "Batch", "Batch(microbatches=N)")
 
 
 class Combination(NamedTuple):
@@ -64,7 +58,7 @@ class Size:
 
     units: int = 6
     options: Mapping[str, Any] | None = None  # by default two units, or all of them
-    mini_sets: int = 2  # of "Batch" where a unit is a record; and how many records a user has
+    microbatches: int = 2  # of "Batch" where a unit is a record; and how many records a user has
 
 
 def documented() -> dict[Combination, Row]:
@@ -107,17 +101,17 @@ def _products(names: list[list[str]]) -> list[Combination]:
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "max_norm=Quantile(...)": lambda: {"max_norm": Quantile(count_noise=1.0)},
-    "max_norm=Decay(...)": lambda: {"max_norm": Decay(1.0, 0.5)},
+    "max_norm=NormDecay(...)": lambda: {"max_norm": NormDecay(1.0, 0.5)},
     "parts='tensor'": lambda: {"parts": "tensor"},
-    "parts=Adaptive(...)": lambda: {"parts": Adaptive(Released())},
-    "parts=Multipliers(...)": lambda: {"parts": Multipliers(Released())},
-    "parts=ByNorm(...)": lambda: {"parts": ByNorm(Released(), groups=1, every=2)},
+    "parts=Adaptive(...)": lambda: {"parts": Adaptive(ReleasedNorms())},
+    "parts=Multipliers(...)": lambda: {"parts": Multipliers(ReleasedNorms())},
+    "parts=ByNorm(...)": lambda: {"parts": ByNorm(ReleasedNorms(), groups=1, every=2)},
     "parts=RandomLayer(...)": lambda: {"parts": RandomLayer()},
     "mode='normalize'": lambda: {"mode": "normalize"},
     "sparse=Sparse(...)": lambda: {"sparse": Sparse(every=50)},
     "running_statistics=NoisedStatistics(...)": lambda: {"running_statistics": NoisedStatistics()},
-    "local_update=...": lambda: {"local_update": lambda model, mini_set: None},
-    "averaged_views=K": lambda: {},
+    "local_update=...": lambda: {"local_update": lambda model, microbatch: None},
+    "augmentation_multiplicity=K": lambda: {},
 }
 
 
@@ -125,12 +119,12 @@ def small(combination: Combination, size: Size | None = None, option: str = "", 
     """Return a run of a combination, or raise the error of `make_private`."""
     sampling, adjacency, unit, clipping = combination
     size = Size() if size is None else size
-    every = clipping == "Batch(mini_sets=N)"
+    every = clipping == "Batch(microbatches=N)"
     given: dict[str, Any] = {} if sampling == "full" else {"batch_size": size.units if every else 2}
     given = given if size.options is None else dict(size.options)
-    records = size.units if unit == "record" else size.units * size.mini_sets
-    if option == "averaged_views=K":
-        given["averaged_views"] = 2
+    records = size.units if unit == "record" else size.units * size.microbatches
+    if option == "augmentation_multiplicity=K":
+        given["augmentation_multiplicity"] = 2
     strategy, model = _strategy(clipping, option, size, unit)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # several runs, delta and so few records
@@ -151,10 +145,10 @@ def _strategy(clipping: str, option: str, size: Size, unit: str) -> tuple[Any, n
     """A strategy with max_norm=1, and a model for it."""
     options = OPTIONS[option]() if option else {}
     model: nn.Module = nn.Linear(1, 1, bias=False)
-    if clipping == "Batch(mini_sets=N)":
-        options["mini_sets"] = size.units
+    if clipping == "Batch(microbatches=N)":
+        options["microbatches"] = size.units
     elif clipping == "Batch" and unit == "record":
-        options["mini_sets"] = size.mini_sets
+        options["microbatches"] = size.microbatches
     try:
         if clipping == "Lipschitz":
             return Lipschitz(1.0, 1.0, **options), nn.Sequential(layers.ClipInput(1.0), model)

@@ -39,14 +39,14 @@ def law(scheme: Scheme) -> Law:
             for batch in kept:
                 found[batch] += q ** len(drawn) * (1 - q) ** (N - len(drawn)) / len(kept)
     elif isinstance(scheme, FixedSize):
-        k = scheme.mini_sets
+        k = scheme.microbatches
         classes = [itertools.combinations(range(j, N, k), scheme.batch_size // k) for j in range(k)]
         batches = [tuple(sorted(sum(choice, ()))) for choice in itertools.product(*classes)]
         found.update({batch: 1 / len(batches) for batch in batches})  # type: ignore[arg-type]
     elif isinstance(scheme, Partition):
-        b = scheme.mini_set_size
+        b = scheme.microbatch_size
         blocks = [tuple(range(first, min(first + b, N))) for first in range(0, N, b)]
-        choices = list(itertools.combinations(blocks, scheme.mini_sets))
+        choices = list(itertools.combinations(blocks, scheme.microbatches))
         found.update({sum(choice, ()): 1 / len(choices) for choice in choices})  # type: ignore[arg-type]
     elif isinstance(scheme, Shuffled):
         batches = list(itertools.combinations(range(N), scheme.batch_size))
@@ -86,7 +86,7 @@ def sum_of_units(values: Array, drawn: Draw) -> Array:
     return clipped(values[:, list(drawn)]).sum(1)
 
 
-def sum_of_mini_sets(cut: Callable[[Any], list[Any]]) -> Sum:
+def sum_of_microbatches(cut: Callable[[Any], list[Any]]) -> Sum:
     """Each microbatch, cut as in the library, is clipped as a whole; an empty one adds nothing."""
 
     def total(values: Array, drawn: Draw) -> Array:

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise import Adaptive, Batch, ByNorm, Decay, Multipliers, Private, Public, RandomLayer, Released, make_private
+from clipwise import Batch, Private, make_private
 from clipwise.clipping.base import Site
 from clipwise.clipping.grouping import Policy
 from clipwise.clipping.thresholds import Constants
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, PublicData, RandomLayer, ReleasedNorms
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
 from clipwise.sampling import Cut
 from clipwise.sampling.base import Indices
@@ -61,11 +62,11 @@ class Scaled(Policy):
 class ByPosition(Cut):
     """An unsound cut, by the position in the draw."""
 
-    def __init__(self, mini_sets: int) -> None:
-        self._mini_sets = mini_sets
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
 
     def __call__(self, drawn: Indices) -> list[Indices]:
-        return np.array_split(drawn, self._mini_sets)
+        return np.array_split(drawn, self._microbatches)
 
 
 def released(
@@ -77,7 +78,7 @@ def released(
     private.loader._cut = inner if missing is None else Without(inner, missing)
     for (x,) in private.loader.pieces():
         if setting.strategy.local_update is not None:
-            done = private.step_sets((x,))
+            done = private.step_local_update((x,))
         else:
             losses = model(x)
             done = private.backward(losses if len(losses) else losses.sum())
@@ -115,7 +116,7 @@ def stated(setting: Setting, parts: int) -> float:
     norm = C / math.sqrt(parts)
     if setting.adjacency == "replace-one":
         return 2 * norm
-    alone = setting.users is not None or setting.strategy.mini_sets >= N
+    alone = setting.users is not None or setting.strategy.microbatches >= N
     return norm if alone else 2 * norm
 
 
@@ -124,7 +125,7 @@ def settings_of(sampling: str, adjacency: str, parts: Any, unit: str) -> list[Se
         owners = [i % 10 for i in range(N)]  # four records each
         return [Setting(Batch(C, parts=parts), sampling, adjacency, owners, batch_size=5)]
     counts = (1, 4, BATCH) if sampling in ("partition", "fixed-size") else (1, 4, N)
-    return [Setting(Batch(C, mini_sets=k, parts=parts), sampling, adjacency) for k in counts]
+    return [Setting(Batch(C, microbatches=k, parts=parts), sampling, adjacency) for k in counts]
 
 
 ALL = [
@@ -174,11 +175,11 @@ def test_no_neighbour_exceeds_the_bound(
 def test_a_whole_run_replayed_on_a_neighbour(sampling: str, adjacency: str, unit: str, is_local: bool) -> None:
     """Each step uses the weights that the first run released; a step without the unit moves nothing."""
 
-    def update(model: nn.Module, mini_set: Any) -> None:
+    def update(model: nn.Module, microbatch: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             optimizer.zero_grad()
-            model(mini_set[0]).mean().backward()
+            model(microbatch[0]).mean().backward()
             optimizer.step()
 
     owners = [i % 10 for i in range(N)] if unit == "user" else None
@@ -195,7 +196,7 @@ def test_a_whole_run_replayed_on_a_neighbour(sampling: str, adjacency: str, unit
         runs[1].loader._cut = Without(runs[1].loader._cut, victim)
 
     def step(number: int, x: Tensor) -> bool:
-        return runs[number].step_sets((x,)) if is_local else runs[number].step(models[number](x))
+        return runs[number].step_local_update((x,)) if is_local else runs[number].step(models[number](x))
 
     drawn, shifts = [], []
     while runs[0].steps < 6:
@@ -236,11 +237,11 @@ def test_scaled_parts_reach_the_bound_of_the_scaled_sum(sampling: str, adjacency
 def test_all_local_updates_are_bounded(sampling: str, adjacency: str, unit: str) -> None:
     """The update trains its copy for three steps on rows with one adversarial unit."""
 
-    def trained(model: nn.Module, mini_set: Any) -> None:
+    def trained(model: nn.Module, microbatch: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         for _ in range(3):
             optimizer.zero_grad()
-            model(mini_set[0]).mean().backward()
+            model(microbatch[0]).mean().backward()
             optimizer.step()
 
     owners = [i // 4 for i in range(N)] if unit == "user" else None
@@ -251,21 +252,21 @@ def test_all_local_updates_are_bounded(sampling: str, adjacency: str, unit: str)
     assert all(1 - 1e-5 < share <= 1 for share in moved(private, one, other).values())
 
 
-def public() -> Public:
+def public() -> PublicData:
     random = torch.Generator().manual_seed(4)
     rows = TensorDataset(torch.randn(32, 2 * D, generator=random).double())
-    return Public(rows, lambda model, x: model(x))
+    return PublicData(rows, lambda model, x: model(x))
 
 
 POLICIES: dict[str, Any] = {
-    "enhanced": lambda: {"parts": Adaptive(public(), of="mini-set", mini_set_size=8, every=1)},
-    "zhang": lambda: {"parts": Adaptive(public(), kind="zhang", of="mini-set", mini_set_size=8, every=2)},
-    "released": lambda: {"parts": Adaptive(Released(), every=1)},
-    "optimal": lambda: {"parts": Multipliers(public(), of="mini-set", mini_set_size=8, every=1)},
-    "paper": lambda: {"parts": Multipliers(public(), kind="paper", of="mini-set", mini_set_size=8)},
-    "by norm": lambda: {"parts": ByNorm(public(), groups=2, of="mini-set", mini_set_size=8)},
+    "enhanced": lambda: {"parts": Adaptive(public(), of="microbatch", microbatch_size=8, every=1)},
+    "zhang": lambda: {"parts": Adaptive(public(), kind="zhang", of="microbatch", microbatch_size=8, every=2)},
+    "released": lambda: {"parts": Adaptive(ReleasedNorms(), every=1)},
+    "optimal": lambda: {"parts": Multipliers(public(), of="microbatch", microbatch_size=8, every=1)},
+    "paper": lambda: {"parts": Multipliers(public(), kind="paper", of="microbatch", microbatch_size=8)},
+    "by norm": lambda: {"parts": ByNorm(public(), groups=2, of="microbatch", microbatch_size=8)},
     "random layer": lambda: {"parts": RandomLayer()},
-    "decay": lambda: {"max_norm": Decay(C, 0.5, every=1), "parts": "layer"},
+    "decay": lambda: {"max_norm": NormDecay(C, 0.5, every=1), "parts": "layer"},
     "weights": lambda: {"parts": "layer", "split": {"first": 1.0, "second": 3.0}},
 }
 
@@ -275,7 +276,7 @@ POLICIES: dict[str, Any] = {
 def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, unit: str) -> None:
     """After a few releases, to which some policies adapt. Between releases the bounds are constant."""
     owners = [i % 10 for i in range(N)] if unit == "user" else None
-    strategy = Batch(**{"max_norm": C, "mini_sets": 1 if owners else 4, **POLICIES[policy]()})
+    strategy = Batch(**{"max_norm": C, "microbatches": 1 if owners else 4, **POLICIES[policy]()})
     model = Two().double()
     private = make_private(
         model,
@@ -292,7 +293,7 @@ def test_every_policy_of_parts_states_what_an_adversary_reaches(policy: str, uni
             private.step(model(x))
     assert effective_multiplier(private.parts()) >= private._context.event.noise_multiplier
     clipper = private._context.clipper
-    clipper.secret = b"the draw of this mini-set"
+    clipper.secret = b"the draw of this microbatch"
     rows = torch.ones(6, 2 * D).double()
     spoiled = rows.clone()
     spoiled[0] = -1e6
@@ -316,7 +317,7 @@ def test_microbatches_cut_by_position_would_break_the_bound() -> None:
     rows[0::6, 0] = 1e6
     for j in range(k):
         rows[3 * j + 1 : 3 * j + 3, 1] = 10.0 if j % 2 == 0 else -10.0
-    setting = Setting(Batch(C, mini_sets=k), "full", "zero-out")
+    setting = Setting(Batch(C, microbatches=k), "full", "zero-out")
     model, victim = Two().double(), np.array([0])
     found = []
     for cut in (None, ByPosition(k)):
@@ -335,13 +336,13 @@ def test_replacement_from_another_microbatch_would_move_two() -> None:
     k, rows = 4, torch.ones(N, 2 * D).double()
     rows[0] = -1e6  # reverses the class 0, 4, 8, ...
     rows[1::k], rows[1] = -1.0, 1e6  # and so does record 1 with the class 1, 5, 9, ...
-    setting, model = Setting(Batch(C, mini_sets=k), "full", "zero-out"), Two().double()
+    setting, model = Setting(Batch(C, microbatches=k), "full", "zero-out"), Two().double()
     found = []
     for missing in (0, 1):
         model.zero_grad()
         found.append(released(setting, rows, model, missing=np.array([missing]))[0])
     assert math.hypot(*(float((found[0][n] - found[1][n]).norm()) for n in found[0])) > 3.99 * C
-    private = Setting(Batch(C, mini_sets=k), "fixed-size", "replace-one").begin(rows, Two().double())
+    private = Setting(Batch(C, microbatches=k), "fixed-size", "replace-one").begin(rows, Two().double())
     for number in range(50):
         drawn = private._context.scheme.draw(bytes([number]), b"", 0)
         assert np.bincount(drawn % k).tolist() == [BATCH // k] * k
@@ -357,9 +358,9 @@ def test_every_supported_pair_is_in_this_file() -> None:
 def test_views_of_an_example_stay_in_its_microbatch(unit: str, is_local: bool) -> None:
     """Three rows per example reach the bound of one example, and do not exceed it."""
 
-    def update(model: nn.Module, mini_set: Any) -> dict[str, Tensor]:
+    def update(model: nn.Module, microbatch: Any) -> dict[str, Tensor]:
         names, weights = zip(*model.named_parameters(), strict=True)
-        return dict(zip(names, torch.autograd.grad(model(mini_set[0]).mean(), weights), strict=True))
+        return dict(zip(names, torch.autograd.grad(model(microbatch[0]).mean(), weights), strict=True))
 
     owners = [i % 10 for i in range(N)] if unit == "user" else None
     strategy = Batch(C, 1 if owners else 4, parts="layer", local_update=update if is_local else None)
@@ -376,14 +377,14 @@ def test_views_of_an_example_stay_in_its_microbatch(unit: str, is_local: bool) -
             group=owners,
             sampling="full",
             noise_multiplier=0,
-            averaged_views=3,
+            augmentation_multiplicity=3,
         )
         if not is_there:
             gone = np.flatnonzero(np.array(owners) == 7) if owners else np.array([7])
             private.loader._cut = Without(private.loader._cut, gone)
         for (x,) in private.loader.pieces():
             assert len(x) % 3 == 0
-            private.step_sets((x,)) if is_local else private.backward(model(x))
+            private.step_local_update((x,)) if is_local else private.backward(model(x))
         found.append(
             {n: p.grad.double() * private._context.clipper.divisor for n, p in model.named_parameters()}  # type: ignore[union-attr]
         )

@@ -59,9 +59,9 @@ def test_an_option_goes_with_all_rows_of_a_strategy_or_with_none(option: str) ->
 
 def test_the_table_has_every_option() -> None:
     assert documented_options().keys() == OPTIONS.keys()
-    covered = {name.partition("=")[0] for name in OPTIONS} | {"mini_sets"}
+    covered = {name.partition("=")[0] for name in OPTIONS} | {"microbatches"}
     # These choose the method for the same sum, the division of noise, or the constants.
-    others = {"split", "method", "products", "norm", "fixed", "temperature", "loss", "tight", "balanced"}
+    others = {"split", "method", "matmul_precision", "norm", "fixed", "temperature", "loss", "tight", "balanced"}
     others |= {"input_shape", "input_norm", "grad_norm", "max_weight_norm"}
     for strategy in (PerExample, Batch, Lipschitz, Backprop):
         assert {field.name for field in fields(strategy)} <= covered | others
@@ -75,8 +75,8 @@ def test_the_run_has_the_stated_sensitivity_and_event(combination: Combination) 
     assert part.sensitivity == pytest.approx({"C": C, "2C": 2 * C}[row.sensitivity], rel=1e-9)
     event = private._context.event
     assert [str(event.sampling), str(event.adjacency), str(event.unit)] == list(combination[:3])
-    by = {"Poisson(q)": Amplification.COIN, "C_p": Amplification.DRAW}.get(row.event)
+    by = {"Poisson(q)": Amplification.POISSON, "C_p": Amplification.WITHOUT_REPLACEMENT}.get(row.event)
     step = amplified_step(event)
-    # (All of mini_sets=N records in batches of N are drawn with certainty: nothing is amplified.)
+    # (All of microbatches=N records in batches of N are drawn with certainty: nothing is amplified.)
     assert (step and step.amplification) == (by if event.sample_rate < 1 else None)
     assert (event.period > 1) is (row.event == "Gaussian an epoch" and event.sample_rate < 1)

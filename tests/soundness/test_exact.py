@@ -20,7 +20,7 @@ from scipy import stats
 from clipwise import Batch, ConfigurationError, Private, accounting
 from clipwise.accounting import gaussian
 from clipwise.privacy import Adjacency, Entry, Event, Part
-from clipwise.sampling import FixedSize, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson, mini_sets_of
+from clipwise.sampling import FixedSize, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson, microbatches_of
 from tests.soundness import mixtures
 from tests.soundness.combinations import Combination, Size, bound_of, documented, losses, small
 from tests.soundness.mixtures import Array, Law, assignments, delta, densities, law
@@ -40,9 +40,9 @@ SLACK = 1 + 1e-3  # of sums over a grid for integrals
         Poisson(3, 0.4),
         TruncatedPoisson(3, 0.4, 2),
         FixedSize(4, 2),
-        FixedSize(5, 2, mini_sets=2),
+        FixedSize(5, 2, microbatches=2),
         Partition(5, 2),
-        Partition(6, 4, mini_sets=2),
+        Partition(6, 4, microbatches=2),
         Shuffled(4, 2),
     ],
     ids=repr,
@@ -76,9 +76,9 @@ MEANS = (-9.0, -1.0, 0.0, 1.0, 9.0)  # the largest reverse the mean of a few
 
 def cases() -> Iterator[Case]:
     for one in TABLE:
-        in_mini_sets = one.clipping == "Batch" and one.unit == "record"
-        units, counts = (4, (1, 2)) if in_mini_sets else (3, (2,))  # (a user has two records)
-        choices = MEANS if in_mini_sets else SUMS
+        in_microbatches = one.clipping == "Batch" and one.unit == "record"
+        units, counts = (4, (1, 2)) if in_microbatches else (3, (2,))  # (a user has two records)
+        choices = MEANS if in_microbatches else SUMS
         by_sampling: dict[str, list[tuple[int, dict[str, float]]]] = {
             "poisson": [(units, {"sample_rate": 0.4})],
             "truncated-poisson": [(units, {"sample_rate": 0.4, "max_batch_size": units - 1})],
@@ -90,15 +90,15 @@ def cases() -> Iterator[Case]:
         # Under Poisson sampling the unit may be alone in its microbatch, and then moves it from 0 only; a shuffled
         # batch partly reveals the unit's position.
         is_tight = one.sampling in ("fixed-size", "partition", "full") or (
-            one.sampling == "poisson" and not in_mini_sets
+            one.sampling == "poisson" and not in_microbatches
         )
         for (size, options), k in itertools.product(by_sampling[one.sampling], counts):
-            if one.clipping == "Batch(mini_sets=N)" and one.sampling in ("fixed-size", "partition"):
+            if one.clipping == "Batch(microbatches=N)" and one.sampling in ("fixed-size", "partition"):
                 options = {"batch_size": size}
-            if k == 1 or not in_mini_sets or size % k == 0 or one.sampling == "full":
-                yield Case(one, Size(size, options, mini_sets=k), choices, is_tight)
-        if one.sampling == "partition" and in_mini_sets:
-            yield Case(one, Size(6, {"batch_size": 4}, mini_sets=2), (-9.0, 1.0, 9.0), is_tight)
+            if k == 1 or not in_microbatches or size % k == 0 or one.sampling == "full":
+                yield Case(one, Size(size, options, microbatches=k), choices, is_tight)
+        if one.sampling == "partition" and in_microbatches:
+            yield Case(one, Size(6, {"batch_size": 4}, microbatches=2), (-9.0, 1.0, 9.0), is_tight)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ def exact(private: Private, case: Case, victims: list[int] | None = None) -> Exa
 def total_of(private: Private, combination: Combination) -> mixtures.Sum:
     if combination.clipping == "Batch" and combination.unit == "record":
         assert isinstance(private._context.strategy, Batch)
-        return mixtures.sum_of_mini_sets(mini_sets_of(private._context.scheme, private._context.strategy.mini_sets))
+        return mixtures.sum_of_microbatches(
+            microbatches_of(private._context.scheme, private._context.strategy.microbatches)
+        )
     return mixtures.sum_of_units
 
 
@@ -217,7 +219,7 @@ def test_a_record_in_a_microbatch_needs_twice_its_bound() -> None:
     for sampling in ("poisson", "full"):
         one = Combination(sampling, "zero-out", "record", "Batch")
         options = {"sample_rate": 0.7} if sampling == "poisson" else {}
-        case = Case(one, Size(4, options, mini_sets=1), MEANS, is_tight=False)
+        case = Case(one, Size(4, options, microbatches=1), MEANS, is_tight=False)
         found = exact(small(one, case.size, z=Z / 2), case)
         claimed = [accounting.delta_of([Entry(Event(**{**vars(found.event), "noise_multiplier": Z}), 1)], 1.0)]
         assert worst(found)[EPSILONS.index(1.0)] > 1.2 * claimed[0]
@@ -261,7 +263,7 @@ def spread(parts: list[Part], sign: float, alone: bool) -> list[tuple[float, Arr
 HALF_OF_TWO = {
     Combination("poisson", "zero-out", "record", "PerExample"): Size(2, {"sample_rate": 0.5}),
     Combination("fixed-size", "replace-one", "record", "PerExample"): Size(2, {"batch_size": 1}),
-    Combination("partition", "replace-one", "record", "Batch"): Size(4, {"batch_size": 2}, mini_sets=1),
+    Combination("partition", "replace-one", "record", "Batch"): Size(4, {"batch_size": 2}, microbatches=1),
 }
 BESIDE = ["max_norm=Quantile(...)", "running_statistics=NoisedStatistics(...)"]
 

@@ -168,7 +168,7 @@ def test_neighbours_with_the_same_releases_have_the_same_bounds(sampling: str) -
     for data in (rows, changed):
         torch.manual_seed(2)
         model = nn.Sequential(ClipInput(X), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
-        private = run(model, data, factors, clipping=Lipschitz(C, X), sampling=sampling, batch_size=4, averaged=0.5)
+        private = run(model, data, factors, clipping=Lipschitz(C, X), sampling=sampling, batch_size=4, ema=0.5)
         private._context.keys.key = NoiseKey.from_seed(7, b"the same draws")
         runs.append((model, private))
     (one, first), (other, second) = runs
@@ -191,5 +191,5 @@ def test_neighbours_with_the_same_releases_have_the_same_bounds(sampling: str) -
                 private.optimizer.step()
                 private.optimizer.zero_grad()
     assert differs
-    averages = [run.averaged.state_dict()["averages"] for run in (first, second)]
+    averages = [run.ema.state_dict()["averages"] for run in (first, second)]
     assert all(torch.equal(averages[0][n], averages[1][n]) for n in averages[0])

@@ -62,7 +62,7 @@ WRONG: dict[str, Callable[[Private, Tensor, Tensor, Tensor, Tensor], Any]] = {
     "over a count": lambda p, each, o, x, y: p.step(each / (y != 0).sum()),
     "one forward pass of two": lambda p, each, o, x, y: p.step(o.new_zeros(len(y), requires_grad=True) * 1),
     "another batch": lambda p, each, o, x, y: p.compiled(lambda *b: each)(x[1:], y),
-    "step_sets": lambda p, each, o, x, y: p.step_sets((x, y)),
+    "step_local_update": lambda p, each, o, x, y: p.step_local_update((x, y)),
 }
 
 
@@ -169,10 +169,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "batch norm": (lambda: nn.Sequential(network(), nn.BatchNorm1d(CLASSES)), {}),
     "a crop": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)),
-        {"averaged_views": augmentation.Views(2, augmentation.Crop(40, padding=1)), "dataset": records(images=True)},
+        {"augmentation": augmentation.Views(2, augmentation.Crop(40, padding=1)), "dataset": records(images=True)},
     ),
-    "views": (network, {"averaged_views": 2, "clipping": PerExample(1.0)}),
-    "mini-sets": (network, {"clipping": Batch(1.0)}),
+    "views": (network, {"augmentation_multiplicity": 2, "clipping": PerExample(1.0)}),
+    "microbatches": (network, {"clipping": Batch(1.0)}),
 }
 
 
@@ -188,7 +188,7 @@ def test_wrong_models(how: str) -> None:
         model, private = private_run(make(), **{"dataset": records(), "batch_size": 20, **options})
         for x, y in private.loader:
             losses = cross_entropy(model(x)[: len(y)], y)
-            private.step(losses[1:] if how in ("views", "mini-sets") else losses)
+            private.step(losses[1:] if how in ("views", "microbatches") else losses)
             raise clipwise.errors.StepError("accepted")
 
     messages = refusals(act)
@@ -234,7 +234,7 @@ SOURCE = Path(clipwise.__file__).parent
 PUBLIC = {  # of parameters, of configurations, of public rows
     *("tuple(p.shape)", "tuple(average.shape)", "tuple(shape)", "self.normalized_shape", "self._input_shape"),
     *("self._network.output_shape", "len(counts)", "len(found)", "len(expected)", "len(inputs)", "expected_size"),
-    *("self.size", "self.rows", "rows", "mini_set_size", "batch_size", "self.batch_size", "self.dataset_size"),
+    *("self.size", "self.rows", "rows", "microbatch_size", "batch_size", "self.batch_size", "self.dataset_size"),
     *("self.expected_size", "self.max_batch_size", "default_limit(self.dataset_size, self.sample_rate)"),
     *("1 / size", "len(arguments)", "self.memory"),
 }

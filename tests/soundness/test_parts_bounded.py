@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, noised_parts
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.random_layer import Alone
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import Constants
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS
@@ -35,7 +35,7 @@ BY_POLICY = pytest.mark.parametrize("name", POLICIES)
 
 
 def strategy_of(name: str, case: Case, dtype: torch.dtype, **options: Any) -> PerExample:
-    known = Public([case.draw(6, dtype, seed=7), case.draw(6, dtype, seed=8)], loss)
+    known = PublicData([case.draw(6, dtype, seed=7), case.draw(6, dtype, seed=8)], loss)
     return PerExample(options.pop("max_norm", 0.7), policy(name, known), **options)
 
 
@@ -111,7 +111,7 @@ def adversary(case: Case, dtype: torch.dtype = torch.float64) -> tuple[Batch, Ba
 
 
 @pytest.mark.parametrize("split", ["optimal", "equal"])
-@pytest.mark.parametrize("max_norm", [0.7, Decay(0.7, 0.5, every=1)], ids=["fixed", "decay"])
+@pytest.mark.parametrize("max_norm", [0.7, NormDecay(0.7, 0.5, every=1)], ids=["fixed", "decay"])
 @BY_POLICY
 def test_a_planted_adversary_reaches_the_bound(name: str, max_norm: Any, split: str) -> None:
     """In each of three steps, under both adjacencies: the stated bound is tight."""
@@ -143,7 +143,7 @@ def test_every_method_gives_the_same_sum(name: str, method: str) -> None:
 def test_a_planted_adversary_reverses_a_clipped_mean_at_most(name: str) -> None:
     """`Batch` with every policy: 2C for an added record and for a replaced one."""
     model = DEEP.build()
-    known = Public([DEEP.draw(6, seed=7), DEEP.draw(6, seed=8)], loss)
+    known = PublicData([DEEP.draw(6, seed=7), DEEP.draw(6, seed=8)], loss)
     x = DEEP.draw(1, seed=3)[0].expand(2, -1)
     mine, removed, replaced = (torch.tensor(f).double() for f in ([1e4, -1e8], [1e4], [1e4, 1e8]))
     for adjacency, other in ((Adjacency.ZERO_OUT, removed), (Adjacency.REPLACE_ONE, replaced)):

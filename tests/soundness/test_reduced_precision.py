@@ -123,18 +123,18 @@ class Given(nn.Module):
 
 
 @cache
-def settled(products: str) -> tuple[nn.Module, Clipper]:
+def settled(matmul_precision: str) -> tuple[nn.Module, Clipper]:
     """A clipper with C = 1, after the first batches, which examine the graph."""
     model = Given()
-    clipper = attach(model, PerExample(1.0, method="bookkeeping", products=products))
+    clipper = attach(model, PerExample(1.0, method="bookkeeping", matmul_precision=matmul_precision))
     for _ in range(2):
         clipper.clipped_sum(model(torch.randn(3, T, M), torch.randn(3, T, N)))
     return model, clipper
 
 
-def released(rows: tuple[Tensor, Tensor], norms_too: bool, products: str = "tf32") -> float:
+def released(rows: tuple[Tensor, Tensor], norms_too: bool, matmul_precision: str = "tf32") -> float:
     """The norm of the release of one example together with a zero example."""
-    model, clipper = settled(products)
+    model, clipper = settled(matmul_precision)
     x, g = (torch.stack([side, torch.zeros_like(side)]) for side in rows)
     with tensor_cores(norms_too):
         return float(clipper.clipped_sum(model(x, g))["a.weight"].double().norm())
@@ -170,8 +170,10 @@ def test_ordinary_examples_are_clipped_as_in_ieee_arithmetic(kind: str, scale: f
     model, rows = Given(), [ROWS[kind]() for _ in range(5)]
     x, g = (torch.stack(side) for side in zip(*rows, strict=True))
     sums = [
-        attach(model, PerExample(1.0, method="bookkeeping", products=products)).clipped_sum(model(x * scale, g))
-        for products in ("ieee", "tf32")
+        attach(model, PerExample(1.0, method="bookkeeping", matmul_precision=matmul_precision)).clipped_sum(
+            model(x * scale, g)
+        )
+        for matmul_precision in ("ieee", "tf32")
     ]
     assert torch.equal(sums[0]["a.weight"], sums[1]["a.weight"])
 
@@ -181,7 +183,7 @@ def test_cancelling_examples_are_clipped_with_the_truncation_error() -> None:
     left, right = (side[None] for side in rows_that_lose_most())
     model = Given()
     x, g = torch.cat([left * 100, 0 * left]), torch.cat([right, 0 * right])
-    clippers = [attach(model, PerExample(1.0, method="bookkeeping", products=p)) for p in ("ieee", "tf32")]
+    clippers = [attach(model, PerExample(1.0, method="bookkeeping", matmul_precision=p)) for p in ("ieee", "tf32")]
     ieee, tf32 = (float(c.clipped_sum(model(x, g))["a.weight"].norm()) for c in clippers)
     assert tf32 < ieee
     assert released((x[0], g[0]), True) > 0.01
@@ -198,7 +200,7 @@ def test_models_with_cancelling_positions(name: str, method: str, norms_too: boo
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model, x = build(), draw()
-    clipper = attach(model, PerExample(1e-3, parts="tensor", method=method, products="tf32"))
+    clipper = attach(model, PerExample(1e-3, parts="tensor", method=method, matmul_precision="tf32"))
 
     def total(x: Tensor) -> dict[str, Tensor]:
         out = model(x)
@@ -253,10 +255,10 @@ def test_the_statement_shows_the_larger_sensitivity_and_the_noise_follows_it(
     sampling: str, factor: int, parts: str
 ) -> None:
     runs = {}
-    for products in ("ieee", "tf32"):
-        clipping = PerExample(0.5, parts=parts, split="equal", products=products)
+    for matmul_precision in ("ieee", "tf32"):
+        clipping = PerExample(0.5, parts=parts, split="equal", matmul_precision=matmul_precision)
         _, private = private_run(clipping=clipping, noise_multiplier=1.3, sampling=sampling)
-        runs[products] = private
+        runs[matmul_precision] = private
     for own, larger in zip(runs["ieee"].parts(), runs["tf32"].parts(), strict=True):
         assert larger.sensitivity == pytest.approx(own.sensitivity * STATED, rel=1e-12)
         assert larger.noise_std == pytest.approx(own.noise_std * STATED, rel=1e-12)
@@ -273,11 +275,11 @@ def test_the_statement_shows_the_larger_sensitivity_and_the_noise_follows_it(
 def test_the_noise_that_is_drawn_has_that_size() -> None:
     """The same key draws the same normals, at another scale. Both ledgers are equal."""
     found = {}
-    for products in ("ieee", "tf32"):
+    for matmul_precision in ("ieee", "tf32"):
         model, private = private_run(
             network(torch.float64),
             dataset=data(dtype=torch.float64),
-            clipping=PerExample(0.5, products=products),
+            clipping=PerExample(0.5, matmul_precision=matmul_precision),
             noise_multiplier=1.3,
             sampling="full",
         )
@@ -285,7 +287,7 @@ def test_the_noise_that_is_drawn_has_that_size() -> None:
         private.backward(losses_of(model, next(iter(private.loader))))
         noisy = gradients(model)
         expected = private._context.clipper.clipped_sum(losses_of(model, data(dtype=torch.float64).tensors))
-        found[products] = torch.cat([(noisy[n] * 40 - expected[n]).flatten() for n in noisy])
+        found[matmul_precision] = torch.cat([(noisy[n] * 40 - expected[n]).flatten() for n in noisy])
     torch.testing.assert_close(found["tf32"], found["ieee"] * STATED, rtol=1e-9, atol=1e-12)
     assert float(found["tf32"].norm()) > 0
 
@@ -293,9 +295,9 @@ def test_the_noise_that_is_drawn_has_that_size() -> None:
 def test_the_arithmetic_is_part_of_what_a_run_is() -> None:
     """A resume file of another arithmetic is refused."""
     prints = set()
-    for products in ("ieee", "tf32"):
-        _, private = private_run(clipping=PerExample(0.5, products=products))
-        assert private.state_dict()["configuration"]["arithmetic"] == products
+    for matmul_precision in ("ieee", "tf32"):
+        _, private = private_run(clipping=PerExample(0.5, matmul_precision=matmul_precision))
+        assert private.state_dict()["configuration"]["arithmetic"] == matmul_precision
         prints.add(private.state_dict()["fingerprint"])
     assert len(prints) == 2
 

@@ -69,7 +69,7 @@ def test_a_run_without_a_seed_claims_what_it_did() -> None:
 def test_one_seed_is_one_key_whatever_it_is_used_for() -> None:
     keys = [
         private_run(seed=3)[1]._context.keys.key.id,
-        private_run(seed=3, noise_multiplier=2.0, batch_size=10, averaged_views=2)[1]._context.keys.key.id,
+        private_run(seed=3, noise_multiplier=2.0, batch_size=10, augmentation_multiplicity=2)[1]._context.keys.key.id,
         private_run(network(seed=9), seed=3)[1]._context.keys.key.id,
     ]
     assert len(set(keys)) == 1 and private_run(seed=4)[1]._context.keys.key.id != keys[0]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, Strategy, noised_parts, per_example
 from clipwise.clipping.contrib.sparse import Sparse, active_only
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import PerExampleGradients
 from clipwise.privacy import Adjacency
@@ -33,7 +33,7 @@ BY_PARTS = pytest.mark.parametrize("parts", PARTS)
 def parts_of(name: str, case: Case, dtype: torch.dtype) -> Any:
     if name in ("all", "layer", "tensor"):
         return name
-    known = Public([case.draw(6, dtype, seed=7), case.draw(6, dtype, seed=8)], loss)
+    known = PublicData([case.draw(6, dtype, seed=7), case.draw(6, dtype, seed=8)], loss)
     return policy(name, known, every="epoch")
 
 

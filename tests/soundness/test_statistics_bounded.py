@@ -15,10 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise import Batch, NoisedStatistics, PerExample, Private, RandomLayer, layers
+from clipwise import Batch, NoisedStatistics, PerExample, Private, layers
 from clipwise.clipping import noised_parts
 from clipwise.clipping import noised_statistics as statistics
 from clipwise.clipping.base import Clipper
+from clipwise.contrib import RandomLayer
 from clipwise.engine import step
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import METHODS

@@ -14,7 +14,7 @@ from clipwise.validation.training_loop import ReleasedGradients
 from tests.user_loops import run
 from tests.user_loops.run import ACTIONS, Outcome, sequence
 
-SEEDS = range(100)
+SEEDS = range(50)  # `make loop-fuzz` tries 2,000
 
 
 def outcomes(folder: Path, seeds: range = SEEDS) -> Iterator[Outcome]:
@@ -27,12 +27,12 @@ def broken(found: Iterable[Outcome]) -> Iterator[str]:
     return (f"--only {o.seed}: {o.problems[0]}: {' '.join(o.actions)}" for o in found if o.problems)
 
 
-def test_a_hundred_loops_end_in_a_true_statement_or_an_error(tmp_path: Path) -> None:
+def test_fifty_loops_end_in_a_true_statement_or_an_error(tmp_path: Path) -> None:
     found = list(outcomes(tmp_path))
     assert list(broken(found)) == []
     assert {action for outcome in found for action in outcome.actions} == set(ACTIONS)
-    assert sum(outcome.refusals == 0 for outcome in found) > 10  # and not everything is refused
-    assert sum(outcome.releases for outcome in found) > 100
+    assert sum(outcome.refusals == 0 for outcome in found) > 5  # and not everything is refused
+    assert sum(outcome.releases for outcome in found) > 50
 
 
 def test_weights_that_nobody_verifies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

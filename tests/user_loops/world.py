@@ -181,7 +181,7 @@ class World:
     def evaluate_averages(self) -> None:
         """Weights that are swapped and restored, by the run or manually."""
         if self.averages:
-            with self.private.averaged.applied():
+            with self.private.ema.applied():
                 self.private.spent()
         own = copy.deepcopy(self.model.state_dict())
         with torch.no_grad():
@@ -335,7 +335,7 @@ class World:
             delta=DELTA,
             sampling="fixed-size",
             ledger=ledger,
-            averaged=0.5 if self.averages else None,
+            ema=0.5 if self.averages else None,
             max_physical_batch_size=self.pieces,
         )
 

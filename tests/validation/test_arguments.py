@@ -18,10 +18,10 @@ from clipwise.clipping import Quantile
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.engine import checkpoint
 from clipwise.errors import ConfigurationError
@@ -53,11 +53,11 @@ NUMPY = [
     lambda: PerExample(max_norm={"0": np.float64(1.0), "2": np.float32(2.0)}, parts="layer"),
     lambda: PerExample(max_norm=1.0, parts="layer", split={"0": np.float64(1.0), "2": np.int64(2)}),
     lambda: PerExample(max_norm=Quantile(initial=np.float32(0.5), count_noise=1.0, target=np.float64(0.5))),
-    lambda: PerExample(max_norm=Decay(np.float64(1.0), np.float32(0.5), every=np.int64(2))),
-    lambda: PerExample(max_norm=1.0, parts=Adaptive(Released(memory=np.float32(0.5)), every=np.int64(2))),
-    lambda: PerExample(max_norm=1.0, parts=ByNorm(Released(), groups=np.int64(2), every=2)),
-    lambda: PerExample(max_norm=1.0, parts=Multipliers(Released(), keep_length=np.bool_(True), every=2)),
-    lambda: Batch(max_norm=np.float32(1.0), mini_sets=np.int64(2)),
+    lambda: PerExample(max_norm=NormDecay(np.float64(1.0), np.float32(0.5), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=Adaptive(ReleasedNorms(memory=np.float32(0.5)), every=np.int64(2))),
+    lambda: PerExample(max_norm=1.0, parts=ByNorm(ReleasedNorms(), groups=np.int64(2), every=2)),
+    lambda: PerExample(max_norm=1.0, parts=Multipliers(ReleasedNorms(), keep_length=np.bool_(True), every=2)),
+    lambda: Batch(max_norm=np.float32(1.0), microbatches=np.int64(2)),
     lambda: PerExample(max_norm=1.0, sparse=Sparse(every=np.int64(20), within=np.float64(2.0), after=np.int64(1))),
 ]
 
@@ -66,7 +66,7 @@ NUMPY = [
 def test_settings_may_be_numpy_scalars_and_are_saved_in_checkpoints(
     clipping: Callable[[], Strategy], tmp_path: Path
 ) -> None:
-    model, private = private_run(clipping=clipping(), steps=np.int64(3), averaged=np.float32(0.5))
+    model, private = private_run(clipping=clipping(), steps=np.int64(3), ema=np.float32(0.5))
     for group in private.optimizer.param_groups:
         group["lr"] = np.float64(0.1)
     train(model, private, 1)
@@ -93,7 +93,7 @@ def test_arguments_of_make_private_may_be_numpy_scalars(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["relative", "keep_length"])
 def test_strings_are_not_bools(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Multipliers: {name} must be True or False, not 'no'"):
-        Multipliers(Released(), every=2, **{name: "no"})  # type: ignore[arg-type]
+        Multipliers(ReleasedNorms(), every=2, **{name: "no"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_strings_are_not_bools(name: str) -> None:
         ({"clipping": PerExample(parts=["0", "2"])}, r"parts=\['0', '2'\] is not known: .* a list of lists"),  # type: ignore[list-item]
         ({"clipping": PerExample(parts=RandomLayer(groups="layers"))}, "RandomLayer: groups='layers' is not known"),
         (
-            {"clipping": PerExample(parts=Adaptive(Released(), groups="layers", every=2))},
+            {"clipping": PerExample(parts=Adaptive(ReleasedNorms(), groups="layers", every=2))},
             "Adaptive: groups='layers' is not known",
         ),
         (
-            {"clipping": PerExample(parts=ByNorm(Released(), among="layers", every=2))},
+            {"clipping": PerExample(parts=ByNorm(ReleasedNorms(), among="layers", every=2))},
             "ByNorm: among='layers' is not known",
         ),
     ],
@@ -196,7 +196,7 @@ def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> N
 
 def test_a_local_update_takes_a_model_and_a_microbatch() -> None:
     for update in ("train", len, lambda model: None):
-        with pytest.raises(ConfigurationError, match=r"local_update.*\(model, mini_set\)"):
+        with pytest.raises(ConfigurationError, match=r"local_update.*\(model, microbatch\)"):
             Batch(1.0, local_update=update)  # type: ignore[arg-type]
 
 

@@ -215,7 +215,7 @@ def test_views_of_a_mapping_train() -> None:
     def loss(batch: dict[str, Tensor]) -> Tensor:
         return losses_of(model, batch["pixels"], batch["label"])
 
-    private = run_of(model, records, loss, averaged_views=Views(2, Crop(8, 2), Flip()))
+    private = run_of(model, records, loss, augmentation=Views(2, Crop(8, 2), Flip()))
     train(private, loss)
     assert private.steps == 3
 
@@ -405,7 +405,7 @@ def test_views_with_a_collate_fn() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
     loss = partial(losses_of, model)
     images = TensorDataset(torch.rand(SIZE, 1, 10, 10), torch.arange(SIZE) % 3)
-    views = {"averaged_views": Views(2, Crop(8, 0), Flip())}
+    views = {"augmentation": Views(2, Crop(8, 0), Flip())}
     with run_of(model, images, loss, collate_fn=default_collate, **views) as private:
         train(private, loss)
         assert private.steps == 3

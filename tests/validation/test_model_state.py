@@ -118,9 +118,9 @@ def test_an_optimizer_with_plain_gradients_is_refused_after_the_weights_are_rest
 
 
 def test_changes_that_keep_the_contents_are_allowed() -> None:
-    model, private = private_run(sampling="fixed-size", averaged=0.5)
+    model, private = private_run(sampling="fixed-size", ema=0.5)
     train(model, private, 2)
-    with private.averaged.applied():
+    with private.ema.applied():
         private.spent()
         assert "verified" in str(private.statement())
     own = copy.deepcopy(model.state_dict())
@@ -133,7 +133,7 @@ def test_changes_that_keep_the_contents_are_allowed() -> None:
     model.half()
     private.spent()
     assert "verified" in str(private.statement())
-    private.averaged.copy_to(model)
+    private.ema.copy_to(model)
     private.close()
 
 
@@ -148,9 +148,9 @@ def test_other_weights_in_another_dtype_are_found() -> None:
 
 
 def test_weights_trained_inside_a_block_of_averages_are_found() -> None:
-    model, private = private_run(sampling="fixed-size", averaged=0.5)
+    model, private = private_run(sampling="fixed-size", ema=0.5)
     train(model, private, 2)
-    with private.averaged.applied():
+    with private.ema.applied():
         model[0].weight.data += 1.0  # type: ignore[index, union-attr]
         with pytest.raises(StepError, match=NOT_OURS):
             private.statement()
@@ -158,21 +158,21 @@ def test_weights_trained_inside_a_block_of_averages_are_found() -> None:
 
 
 def test_averages_that_the_user_updated_are_not_those_of_releases() -> None:
-    model, private = private_run(sampling="fixed-size", averaged=0.0)
+    model, private = private_run(sampling="fixed-size", ema=0.0)
     train(model, private, 1)
     model[0].weight.data += 1.0  # type: ignore[index, union-attr]
-    private.averaged.update()
-    with private.averaged.applied(), pytest.raises(StepError, match=NOT_OURS):
+    private.ema.update()
+    with private.ema.applied(), pytest.raises(StepError, match=NOT_OURS):
         private.statement()
 
 
 def test_averages_exclude_weights_of_a_plain_step() -> None:
-    model, private = private_run(sampling="fixed-size", averaged=0.5)
+    model, private = private_run(sampling="fixed-size", ema=0.5)
     private.backward(losses_of(model, next(iter(private.loader))))
     losses_of(model, data()[:8]).mean().backward()
     with pytest.warns(PrivacyWarning, match="did not write"):
         private.optimizer.step()
-    assert private.averaged.updates == 0
+    assert private.ema.updates == 0
     with pytest.raises(StepError, match=NOT_OURS):
         private.statement()
 

@@ -24,10 +24,11 @@ from torch.utils.data import (
     random_split,
 )
 
-from clipwise import Adaptive, Batch, ByNorm, Multipliers, PerExample, Public, layers, make_private
+from clipwise import Batch, PerExample, layers, make_private
 from clipwise.clipping.base import Strategy
+from clipwise.contrib import Adaptive, ByNorm, Multipliers, PublicData
 from clipwise.errors import ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.public_overlap import require_apart
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
@@ -178,21 +179,21 @@ APART: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("strategy", [PerExample, Batch])
 def test_private_records_are_refused_as_public_data(case: str, policy: Any, strategy: Any) -> None:
     dataset, public = SHARED[case]
-    with pytest.raises(ConfigurationError, match=r"Public\(mine\).*private data set.*Hold these records out"):
-        make(dataset, strategy(parts=policy(Public(public, loss, name="mine"))))
+    with pytest.raises(ConfigurationError, match=r"PublicData\(mine\).*private data set.*Hold these records out"):
+        make(dataset, strategy(parts=policy(PublicData(public, loss, name="mine"))))
 
 
 @pytest.mark.parametrize("case", FOUND)
 def test_shared_records_are_found_by_objects_and_memory(case: str) -> None:
     dataset, public = FOUND[case]
     with pytest.raises(ConfigurationError, match="private data set"):
-        make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
+        make(dataset, PerExample(parts=Adaptive(PublicData(public, loss))))
 
 
 @pytest.mark.parametrize("case", APART)
 def test_held_out_records_are_accepted(case: str) -> None:
     dataset, public = APART[case]
-    make(dataset, PerExample(parts=Adaptive(Public(public, loss))))
+    make(dataset, PerExample(parts=Adaptive(PublicData(public, loss))))
 
 
 def test_private_rows_are_refused_as_public_rows() -> None:
@@ -226,7 +227,7 @@ def test_shared_rows_are_found_in_every_form(
     private: slice, as_private: Callable[[slice], Any], public: slice, as_public: Callable[[slice], Any]
 ) -> None:
     dataset, statistics = as_private(private), AllPublicStatistics(nn.Linear(4, 3))
-    strategy = PerExample(parts=Adaptive(Public(as_public(public), loss)))
+    strategy = PerExample(parts=Adaptive(PublicData(as_public(public), loss)))
     if set(range(30)[private]).isdisjoint(range(30)[public]):
         require_apart(dataset, strategy, statistics)
     else:
@@ -236,7 +237,7 @@ def test_shared_rows_are_found_in_every_form(
 
 def test_no_record_is_loaded() -> None:
     private, public = Loading(), Loading()
-    strategy = PerExample(parts=Adaptive(Public(ConcatDataset([public]), loss)))
+    strategy = PerExample(parts=Adaptive(PublicData(ConcatDataset([public]), loss)))
     sets: list[Any] = [private, Subset(private, range(20)), ConcatDataset([private]), DataLoader(private)]
     for dataset in sets:
         require_apart(dataset, strategy, AllPublicStatistics(nn.Linear(4, 3)))
@@ -246,7 +247,7 @@ def test_no_record_is_loaded() -> None:
 @pytest.mark.parametrize("of", [torch.Tensor.to_sparse, lambda t: t.to("meta")], ids=["sparse", "meta"])
 def test_data_without_addresses_is_compared_by_object(of: Callable[[Tensor], Tensor]) -> None:
     inputs, statistics = of(X), AllPublicStatistics(nn.Linear(4, 3))
-    strategy = PerExample(parts=Adaptive(Public(TensorDataset(inputs, Y), loss)))
+    strategy = PerExample(parts=Adaptive(PublicData(TensorDataset(inputs, Y), loss)))
     require_apart(TensorDataset(of(X), Y), strategy, statistics)
     with pytest.raises(ConfigurationError, match="private data set"):
         require_apart(TensorDataset(inputs, Y), strategy, statistics)

@@ -87,7 +87,7 @@ def epsilon(
         sampling: how batches are drawn: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or
             "full". The figure for "partition" holds only if each block is clipped as a whole, as `Batch` does.
         adjacency: "zero-out", "add-remove" or "replace-one"; by default that of the scheme.
-        unit: the unit of privacy: "record", "mini-set" or "user". It does not change the figure, because the
+        unit: the unit of privacy: "record", "microbatch" or "user". It does not change the figure, because the
             multiplier and the rate are those of the unit.
         period: for "shuffled", the number of steps per epoch; sample_rate is then 1 / period.
         dataset_size: for "truncated-poisson", the number of units, or a bound on it.

@@ -54,15 +54,15 @@ def of(history: Sequence[Entry]) -> CentralLimit:
 def mu_of_step(step: Step) -> float:
     """mu of one of many steps, from the second moment of its likelihood ratio.
 
-    COIN: mu = q sqrt(e^(1/z^2) - 1).
-    DRAW: mu = q sqrt(2) sqrt(e^(1/z^2) Phi(3 / 2z) + 3 Phi(-1 / 2z) - 2), which is that of C_q(G_{1/z}).
+    Poisson: mu = q sqrt(e^(1/z^2) - 1).
+    Without replacement: mu = q sqrt(2) sqrt(e^(1/z^2) Phi(3 / 2z) + 3 Phi(-1 / 2z) - 2), which is that of C_q(G_{1/z}).
     """
     if step.z < 0.04:  # e^(1/z^2) overflows
         return math.inf
     growth = math.expm1(step.z**-2)
-    if step.amplification is Amplification.COIN:
+    if step.amplification is Amplification.POISSON:
         return step.rate * math.sqrt(growth)
-    if step.amplification is Amplification.DRAW:
+    if step.amplification is Amplification.WITHOUT_REPLACEMENT:
         moment = growth * float(special.ndtr(1.5 / step.z)) + _draw_rest(step.z)
         return step.rate * math.sqrt(2 * max(moment, 0.0))
     raise UnsupportedEventError(f"The central limit theorem is not known for {step.amplification}.")

@@ -66,7 +66,7 @@ def _distribution(total: Composition) -> Any:
         return math.inf
     found = [] if total.mu == 0 else [_of_step(1.0, 1 / total.mu)]
     for step, count in total.steps:
-        if step.amplification is not Amplification.COIN:
+        if step.amplification is not Amplification.POISSON:
             raise UnsupportedEventError(
                 "dp-accounting has no privacy loss distribution of fixed-size batches: use accountant='pld'."
             )

@@ -194,13 +194,13 @@ def _tail(total: Composition, depth: int) -> int:
 def _of_step(step: Step, interval: float, tail: int) -> tuple[Losses, Losses]:
     """The losses of one amplified step, in both directions; the same twice for a symmetric pair."""
     curve = _curve(step.rate, step.z, interval, tail)
-    if step.amplification is Amplification.COIN:
+    if step.amplification is Amplification.POISSON:
         # Poisson sampling: the pairs (P, Q) and (Q, P).
         lowest = float(gaussian.loss(np.array([-tail * step.z]), step.rate, step.z)[0])
         losses = grid(0, math.ceil(-lowest / interval) + 1, interval)
         back = gaussian.hockey_stick_back(losses, step.rate, step.z) * (1 + gaussian.precision(step.z))
         return both_orders(curve, back, interval)
-    if step.amplification is Amplification.DRAW:
+    if step.amplification is Amplification.WITHOUT_REPLACEMENT:
         # Fixed-size batches under replace-one: C_p, symmetric, with the curve of (P, Q) for epsilon >= 0.
         return _symmetric(curve, interval)
     raise UnsupportedEventError(f"The PLD accountant has no bound for {step.amplification}.")

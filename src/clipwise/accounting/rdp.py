@@ -93,10 +93,10 @@ def of_step(step: Step) -> Array:
     dp = dp_accounting.load("dp_accounting")
     dp_accounting.load("dp_accounting.rdp")
     gaussian = dp.GaussianDpEvent(step.z)
-    if step.amplification is Amplification.COIN:
+    if step.amplification is Amplification.POISSON:
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
         event = dp.PoissonSampledDpEvent(step.rate, gaussian)
-    elif step.amplification is Amplification.DRAW:
+    elif step.amplification is Amplification.WITHOUT_REPLACEMENT:
         relation = dp.NeighboringRelation.REPLACE_ONE
         drawn, population = step.rate.as_integer_ratio()  # only the ratio matters, and this one is exact
         event = dp.SampledWithoutReplacementDpEvent(population, drawn, gaussian)

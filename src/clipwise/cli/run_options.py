@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from clipwise.accounting.from_arguments import MOST_STEPS
+from clipwise.cli.output import remark
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Sampling, Unit
@@ -80,10 +81,11 @@ class RunOptions:
             help="For truncated-poisson: the most records per batch; by default large enough to cost nothing."
         ),
     ] = None
-    mini_sets: Annotated[
+    microbatches: Annotated[
         int | None,
         typer.Option(help="For partition and fixed-size: the number of microbatches per batch; 1 by default."),
     ] = None
+    mini_sets: Annotated[int | None, typer.Option(hidden=True, help="Deprecated: use --microbatches.")] = None
 
     @property
     def is_empty(self) -> bool:
@@ -177,7 +179,9 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
         raise ConfigurationError("Give --epochs or --steps, not both.")
     extras: dict[str, Any] = {"max_batch_size": options.max_batch_size}
     if options.mini_sets is not None:
-        extras["mini_sets"] = options.mini_sets
+        remark("warning: --mini-sets is deprecated: use --microbatches.", "yellow")
+    if (microbatches := options.mini_sets if options.microbatches is None else options.microbatches) is not None:
+        extras["microbatches"] = microbatches
     # A rate is enough for the cost; the number of records does not matter then.
     size = 1 if options.dataset_size is None else options.dataset_size
     with naming_options():
@@ -212,8 +216,8 @@ def _require_epochs(scheme: Scheme) -> None:
 
 
 # _NAMES are never English words. _WORDS may be, so they count as arguments only next to a value.
-_NAMES = "sample_rate|max_batch_size|batch_size|dataset_size|mini_sets|noise_multiplier"
-_WORDS = "sampling|adjacency|unit|steps|epochs|delta|epsilon"
+_NAMES = "sample_rate|max_batch_size|batch_size|dataset_size|noise_multiplier"
+_WORDS = "microbatches|sampling|adjacency|unit|steps|epochs|delta|epsilon"
 _WITH_VALUE = re.compile(rf"\b({_NAMES}|{_WORDS})=('[^']*'|[^\s:,;]*[^\s:,;.])")
 _ALONE = re.compile(rf"\b(?<!--)({_NAMES})\b|^({_WORDS})(?= must )")
 

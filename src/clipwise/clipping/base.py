@@ -21,7 +21,7 @@ from clipwise.privacy import Adjacency, Part, Unit
 from clipwise.sampling import Scheme
 
 if TYPE_CHECKING:
-    from clipwise.clipping.public import Public
+    from clipwise.clipping.public import PublicData
 
 Parameters = Mapping[str, torch.nn.Parameter]
 Split = str | Mapping[str, float]  # "optimal", "equal", or a weight for each part
@@ -202,9 +202,9 @@ class Strategy(ABC):
         is_coupled: whether the bound holds even if examples of a batch depend on each other.
         bounds_inside: whether it bounds gradients inside the network, so that losses must be computed from its outputs.
         takes_views: whether an example may have several rows in a batch.
-        clips_whole_blocks: whether the contribution of a microbatch (`mini_sets`) is clipped as a whole, as
+        clips_whole_blocks: whether the contribution of a microbatch (`microbatches`) is clipped as a whole, as
             partition sampling requires. The loader then yields a batch one microbatch at a time.
-        mini_sets: the number of microbatches per batch, if it clips whole ones.
+        microbatches: the number of microbatches per batch, if it clips whole ones.
         protects_users: whether the unit may be a user, with all records of the user as one microbatch.
         takes_complex: whether parameters may be complex. They are treated as pairs of real numbers.
         has_local_update: whether it computes an update by `Clipper.clipped_update` instead of taking losses.
@@ -218,7 +218,7 @@ class Strategy(ABC):
     bounds_inside: bool = False
     takes_views: bool = True
     clips_whole_blocks: bool = False
-    mini_sets: int = 1
+    microbatches: int = 1
     protects_users: bool = False
     takes_complex: bool = False
     has_local_update: bool = False
@@ -253,15 +253,15 @@ class Strategy(ABC):
         """Raise if examples cannot have several rows."""
         if not self.takes_views:
             raise ConfigurationError(
-                f"averaged_views is not supported with {type(self).__name__}, which clips each row separately: remove "
-                "it, or use PerExample."
+                f"augmentation_multiplicity is not supported with {type(self).__name__}, which clips each row "
+                "separately: remove it, or use PerExample."
             )
 
     def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
         """Raise if the first step would reject these losses; for `clipwise.check`."""
         per_example_gradients(losses, parameters, Memory())
 
-    def public_data(self) -> tuple[Public, ...]:
+    def public_data(self) -> tuple[PublicData, ...]:
         """The public data that the strategy uses."""
         return ()
 

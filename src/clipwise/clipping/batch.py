@@ -17,6 +17,7 @@ from clipwise.clipping.local_update import LocalUpdate, local_changes, name_of
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.thresholds import Constants, MaxNorm
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping, tensor_lengths
+from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError
 from clipwise.gradients.rare import PutAside, Rare
 from clipwise.gradients.real_views import complex_view, dimension, real_view
@@ -34,6 +35,7 @@ _LEAST_WEIGHT = 2.0**-100  # smaller weights are replaced by 0
 _OF_ONE_SIZE = (Sampling.FIXED_SIZE, Sampling.PARTITION, Sampling.FULL)
 
 
+@renamed_fields(mini_sets="microbatches")
 @dataclass(frozen=True)
 class Batch(VectorClipping):
     """Batch clipping: the released sum is sum_j [g(S_j)]_C over the microbatches S_j of a batch, over a constant.
@@ -48,17 +50,17 @@ class Batch(VectorClipping):
 
     Args:
         max_norm: C, the clipping norm of one microbatch. With several parts it is the total, unless a mapping gives
-            one number per part. `Decay` shrinks it.
-        mini_sets: k, the number of microbatches per batch. Record i of the data set is in microbatch i mod k;
+            one number per part. `NormDecay` shrinks it.
+        microbatches: k, the number of microbatches per batch. Record i of the data set is in microbatch i mod k;
             sampling="fixed-size" draws equally many from each. Under "partition" the k drawn blocks are the
             microbatches. With `group=` each user is one microbatch.
         parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy.
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
-        local_update: computes the vector to clip, instead of the gradient. `local_update(model, mini_set)` gets a copy
-            of the model and the batch given to `private.step_sets`. It may train the copy for any number of steps, and
-            returns the change of each trainable parameter by name, or None for the changes of the copy. SGD with
-            learning rate 1 adds the mean of the clipped changes to the weights. Public statistics of the copy are up to
-            date; after changing the copy's weights, call PublicStatistics.of(model).refresh().
+        local_update: computes the vector to clip, instead of the gradient. `local_update(model, microbatch)` gets a
+            copy of the model and the batch given to `private.step_local_update`. It may train the copy for any number
+            of steps, and returns the change of each trainable parameter by name, or None for the changes of the copy.
+            SGD with learning rate 1 adds the mean of the clipped changes to the weights. Public statistics of the copy
+            are up to date; after changing the copy's weights, call PublicStatistics.of(model).refresh().
         sparse: `Sparse(...)` freezes converged entries.
         running_statistics: `NoisedStatistics(...)` also releases the statistics that batch norm layers need for
             evaluation.
@@ -79,7 +81,7 @@ class Batch(VectorClipping):
     """
 
     max_norm: MaxNorm = 1.0
-    mini_sets: int = 1
+    microbatches: int = 1
     parts: Groups | Policy = "all"
     split: Split = "optimal"
     local_update: LocalUpdate | None = None
@@ -94,10 +96,10 @@ class Batch(VectorClipping):
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         self.require_settings()
-        whole("mini_sets", self.mini_sets, least=1)
+        whole("microbatches", self.microbatches, least=1)
         if self.local_update is None:
             return
-        require_takes("local_update", self.local_update, "local_update(model, mini_set)", None, None)
+        require_takes("local_update", self.local_update, "local_update(model, microbatch)", None, None)
         if self.running_statistics is not None:
             raise ConfigurationError(
                 "running_statistics=NoisedStatistics(...) observes the layers of the model, but local_update runs on a "
@@ -130,12 +132,12 @@ class Batch(VectorClipping):
 
     def describe(self) -> dict[str, Any]:
         update = None if self.local_update is None else name_of(self.local_update)
-        return self.described() | {"mini_sets": self.mini_sets, "local_update": update}
+        return self.described() | {"microbatches": self.microbatches, "local_update": update}
 
     @classmethod
     def statement_text(cls, recorded: Mapping[str, Any], unit: Unit) -> StatementText:
         what = "mean gradient" if recorded.get("local_update") is None else "local update"
-        count = recorded.get("mini_sets", 1)
+        count = recorded.get("microbatches", 1)
         if unit is Unit.USER:
             found = f"the sum of the clipped {what}s of the users"
         elif count == 1:
@@ -152,11 +154,11 @@ class BatchClipper(VectorClipper):
         self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
         self._rare = Rare()
         self._reached: set[str] = set()  # parameters that the loss of some microbatch depended on
-        k, scheme, of_users = strategy.mini_sets, site.scheme, site.unit is not Unit.RECORD
+        k, scheme, of_users = strategy.microbatches, site.scheme, site.unit is not Unit.RECORD
         self._most_added = scheme.dataset_size if of_users else k
         # Sums of several vectors use float64: in float32 each addition would round at their scale.
         self._adds_up = of_users or k > 1
-        largest = scheme.mini_set_size if isinstance(scheme, Partition) else -(-scheme.dataset_size // k)
+        largest = scheme.microbatch_size if isinstance(scheme, Partition) else -(-scheme.dataset_size // k)
         is_alone = of_users or largest == 1  # the unit is a whole microbatch
         factor = 1.0 if is_alone and site.adjacency is Adjacency.ZERO_OUT else 2.0
         vectors = scheme.expected_size if of_users else min(float(k), scheme.expected_size)
@@ -185,10 +187,10 @@ class BatchClipper(VectorClipper):
         self._reached.update(name for name, g in zip(self._parameters, found, strict=True) if g is not None)
         return self._clipped(gradients) | self._statistics.clipped(losses)
 
-    def clipped_update(self, mini_set: Any) -> dict[str, Tensor]:
+    def clipped_update(self, microbatch: Any) -> dict[str, Tensor]:
         """[-delta]_C of the local update of a non-empty microbatch: optimizers subtract the gradient."""
         assert self._strategy.local_update is not None
-        deltas = local_changes(self._strategy.local_update, self._model, mini_set, self._parameters)
+        deltas = local_changes(self._strategy.local_update, self._model, microbatch, self._parameters)
         return self._clipped({name: -delta for name, delta in deltas.items()})
 
     def nothing(self) -> dict[str, Tensor]:

@@ -173,5 +173,5 @@ def _require_examples(nodes: list[Node], size: int) -> None:
             raise StepError(
                 f"Layer {node.role.layer.name!r} clips rows, but the number of its rows is not that of the losses. "
                 "Keep the examples in the first dimension of every input of a layer, with positions in later "
-                "dimensions, and do not use averaged_views."
+                "dimensions, and do not use augmentation_multiplicity."
             )

@@ -13,7 +13,7 @@ from clipwise.clipping.base import Site
 from clipwise.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from clipwise.clipping.public import Public
+    from clipwise.clipping.public import PublicData
     from clipwise.clipping.thresholds import Constants
 
 Groups = str | Sequence[Collection[str]] | Mapping[str, Collection[str]]
@@ -30,7 +30,7 @@ class Policy(ABC):
     def describe(self) -> dict[str, Any]:
         """The rule in JSON types, with the public data that it uses."""
 
-    def public_data(self) -> tuple[Public, ...]:
+    def public_data(self) -> tuple[PublicData, ...]:
         """The public data that the rule uses."""
         return ()
 

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from clipwise.clipping.base import Parameters
 from clipwise.errors import StepError, UnsupportedModelError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
 
-def local_changes(update: LocalUpdate, model: nn.Module, mini_set: Any, parameters: Parameters) -> dict[str, Tensor]:
+def local_changes(update: LocalUpdate, model: nn.Module, microbatch: Any, parameters: Parameters) -> dict[str, Tensor]:
     """The change of each parameter, returned by the update or read from its copy; 0 for omitted parameters."""
     own = copied(model)
     with torch.enable_grad():
-        deltas = _called(update, own, mini_set)
+        deltas = _called(update, own, microbatch)
     if deltas is None:
         now = dict(own.named_parameters())
         for name in parameters:
@@ -59,10 +59,10 @@ def _in_space_of(p: Tensor, delta: Tensor) -> Tensor:
     return delta.to(torch.promote_types(delta.dtype, torch.complex64)) if p.is_complex() else delta
 
 
-def _called(update: LocalUpdate, model: nn.Module, mini_set: Any) -> Mapping[str, Tensor] | None:
+def _called(update: LocalUpdate, model: nn.Module, microbatch: Any) -> Mapping[str, Tensor] | None:
     """Call the update. torch's batch norm error on a single record contains the batch size, which is private."""
     try:
-        return update(model, mini_set)
+        return update(model, microbatch)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise

@@ -121,7 +121,7 @@ class LayerStatistics:
     def clipped(self, losses: Tensor) -> dict[str, Tensor]:
         """[(u, w)]_R of each layer in float64, from the forward pass of one microbatch."""
         return {
-            name: clipped_sum(_of_mini_set(layer, seen)[None], self._rule.max_norm)
+            name: clipped_sum(_of_microbatch(layer, seen)[None], self._rule.max_norm)
             for name, layer, seen in self._seen(losses)
         }
 
@@ -132,7 +132,7 @@ class LayerStatistics:
             if any(len(one.mean_BC) != len(losses) for one in seen):
                 raise UnsupportedModelError(
                     f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
-                    "example. Use inputs of shape [B, C, ...], and do not use averaged_views."
+                    "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
                 )
             found[name] = clipped_sum(_of_rows(layer, seen), self._rule.max_norm)
         return found
@@ -198,7 +198,7 @@ def part_name(layer: str) -> str:
     return f"{STATISTICS_OF}{layer or 'the model'}"
 
 
-def _of_mini_set(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
+def _of_microbatch(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
     """(u, w) [2c] of all rows, over all calls of the layer; every value has equal weight."""
     count = max(1, sum(len(one.mean_BC) * one.positions for one in seen))
     sums = [[x_BC.sum(0) * one.positions for x_BC in _about_mean(layer, one)] for one in seen]

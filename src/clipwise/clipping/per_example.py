@@ -18,6 +18,7 @@ from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.thresholds import MaxNorm
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping
+from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
@@ -27,19 +28,20 @@ from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
 MODES = ("clip", "normalize")
-PRODUCTS = ("auto", "ieee", "tf32")
+MATMUL_PRECISIONS = ("auto", "ieee", "tf32")
 _WRITTEN = ("instantiate", "vmap", "loop")  # methods that materialize per-example gradients
 _NORMALIZE_FLOOR = 0.01  # gamma in C g / (|g| + gamma C): limits the growth of tiny gradients
 _SMALLEST_WEIGHT = torch.finfo(torch.float32).tiny  # smaller weights have a relative rounding error above 2^-24
 
 
+@renamed_fields(products="matmul_precision")
 @dataclass(frozen=True)
 class PerExample(VectorClipping):
     """Per-example clipping: the released sum is sum_i nu_i g_i with |nu_i g_i| <= C.
 
     Args:
         max_norm: C, the clipping norm of one example's gradient. With several parts it is the total, unless a mapping
-            gives one number per part. `Quantile` adapts it from step to step; `Decay` shrinks it.
+            gives one number per part. `Quantile` adapts it from step to step; `NormDecay` shrinks it.
         parts: "all" (flat clipping), "layer", "tensor", groups of parameter or module names, or a policy: `Adaptive`,
             `Multipliers`, `ByNorm` or `RandomLayer`, which define the meaning of `max_norm`.
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
@@ -49,7 +51,7 @@ class PerExample(VectorClipping):
             ghost clipping); "reweight": two backward passes, with less memory; "instantiate": one pass, per-example
             gradients are materialized; "vmap": one batched pass; "loop": one pass per example, the reference; "auto"
             chooses. All give the same sum.
-        products: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
+        matmul_precision: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
             `torch.set_float32_matmul_precision` allows it when `make_private` is called.
         sparse: `Sparse(...)` freezes converged entries. It requires method "instantiate" (the choice of "auto"),
             "vmap" or "loop".
@@ -78,7 +80,7 @@ class PerExample(VectorClipping):
     split: Split = "optimal"
     mode: str = "clip"
     method: str = "auto"
-    products: str = "auto"
+    matmul_precision: str = "auto"
     sparse: Sparse | None = None
     running_statistics: NoisedStatistics | None = None
 
@@ -89,7 +91,7 @@ class PerExample(VectorClipping):
         self.require_settings()
         one_of("mode", self.mode, MODES)
         one_of("method", self.method, METHODS)
-        one_of("products", self.products, PRODUCTS)
+        one_of("matmul_precision", self.matmul_precision, MATMUL_PRECISIONS)
         if self.sparse is not None and self.method not in ("auto", *_WRITTEN):
             choices = ", ".join(map(repr, _WRITTEN))
             raise ConfigurationError(
@@ -107,19 +109,19 @@ class PerExample(VectorClipping):
         return PerExampleClipper(self, site, self._arithmetic(site.parameters))
 
     def _arithmetic(self, parameters: Parameters) -> Arithmetic:
-        if self.products == "auto":
+        if self.matmul_precision == "auto":
             return chosen_arithmetic(next(iter(parameters.values())).device)
-        return TF32 if self.products == "tf32" else IEEE
+        return TF32 if self.matmul_precision == "tf32" else IEEE
 
     def require_views(self) -> None:
         if self.running_statistics is not None:
             raise ConfigurationError(
-                "averaged_views is not supported with PerExample(running_statistics=...), which requires one row per "
-                "example: remove one of them."
+                "augmentation_multiplicity is not supported with PerExample(running_statistics=...), which requires "
+                "one row per example: remove one of them."
             )
 
     def describe(self) -> dict[str, Any]:
-        """The configuration in JSON types, without `method`, which does not change results, and `products`."""
+        """The configuration in JSON types, without `method`, which does not change results, and `matmul_precision`."""
         return self.described() | {"mode": self.mode}
 
 

@@ -18,7 +18,7 @@ from clipwise.validation.arguments import whole
 Loss = Callable[..., Tensor]
 
 
-class Public:
+class PublicData:
     """Public data and its loss. The user declares that no record of it is private.
 
     Values computed from it get no noise and are not accounted for. The privacy statement names the data, its size and
@@ -27,7 +27,7 @@ class Public:
     Args:
         data: a map-style data set, or batches: a list, a tuple or a `DataLoader` of them.
         loss: `loss(model, *batch)` returns one loss per example, as in the training loop; it may return a single loss
-            for norms of microbatches (`of="mini-set"`).
+            for norms of microbatches (`of="microbatch"`).
         batch_size: the number of examples per forward pass, unless `data` consists of batches.
         name: the name in the statement; by default the name of the type.
         collate_fn: turns a list of records into a batch, for a data set.
@@ -43,16 +43,16 @@ class Public:
     ) -> None:
         if not callable(loss):
             raise ConfigurationError(
-                "Public: loss must be a function loss(model, *batch) that returns one loss per example."
+                "PublicData: loss must be a function loss(model, *batch) that returns one loss per example."
             )
         self.data = data
-        self.loss, self.batch_size = loss, whole("Public: batch_size", batch_size, least=1)
+        self.loss, self.batch_size = loss, whole("PublicData: batch_size", batch_size, least=1)
         self.name = type(data).__name__ if name is None else name
         self._batches: Sequence[Any] | DataLoader[Any] | None = None
         self._fetcher: Fetcher | None = None
         if isinstance(data, (list, tuple)) and any(isinstance(member, Tensor) for member in data):
             raise ConfigurationError(
-                f"Public: data is a {type(data).__name__} of tensors, which may be columns or batches: pass "
+                f"PublicData: data is a {type(data).__name__} of tensors, which may be columns or batches: pass "
                 "TensorDataset(x, y) for columns, or a list with a tuple (x, y) for each batch."
             )
         if isinstance(data, (list, tuple, DataLoader)):
@@ -61,13 +61,13 @@ class Public:
         else:
             if isinstance(data, (Iterator, Tensor)) or not hasattr(data, "__getitem__"):
                 raise ConfigurationError(
-                    f"Public: data is a {type(data).__name__}, which cannot be read repeatedly in batches: pass "
+                    f"PublicData: data is a {type(data).__name__}, which cannot be read repeatedly in batches: pass "
                     "a map-style data set, or a list of batches."
                 )
             self._fetcher = Fetcher(data, collate_fn)
             self.size = self._fetcher.dataset_size
         if self.size == 0:
-            raise ConfigurationError("Public: data is empty, so no norms can be measured.")
+            raise ConfigurationError("PublicData: data is empty, so no norms can be measured.")
 
     @property
     def comes_in_batches(self) -> bool:
@@ -94,19 +94,19 @@ class Public:
             raise
         except Exception as error:
             raise ConfigurationError(
-                f"Public({self.name}): loss(model, *batch) fails on the public data ({type(error).__name__}: {error}). "
-                "Pass data and a loss that fit the model."
+                f"PublicData({self.name}): loss(model, *batch) fails on the public data ({type(error).__name__}: "
+                f"{error}). Pass data and a loss that fit the model."
             ) from error
-        dimensions = (0, 1) if of == "mini-set" else (1,)
+        dimensions = (0, 1) if of == "microbatch" else (1,)
         if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
             listed = " A list is interpreted as batches: if it is a list of records, pass a data set."
             raise ConfigurationError(
-                "Public: loss(model, *batch) must return one loss per example, with gradients: use reduction='none'. A "
-                "single loss is allowed for norms of microbatches, of='mini-set'."
+                "PublicData: loss(model, *batch) must return one loss per example, with gradients: use "
+                "reduction='none'. A single loss is allowed for norms of microbatches, of='microbatch'."
                 + (listed if isinstance(self.data, (list, tuple)) else "")
             )
         if losses.dim() and not len(losses):
-            raise ConfigurationError(f"Public({self.name}): a batch holds no example: remove it.")
+            raise ConfigurationError(f"PublicData({self.name}): a batch holds no example: remove it.")
         return losses
 
     def describe(self) -> dict[str, Any]:
@@ -114,15 +114,15 @@ class Public:
         return {"public": self.name, "batches" if self.comes_in_batches else "examples": self.size}
 
     def __repr__(self) -> str:
-        return f"Public({self.name}, {self.size} {'batches' if self.comes_in_batches else 'examples'})"
+        return f"PublicData({self.name}, {self.size} {'batches' if self.comes_in_batches else 'examples'})"
 
 
-def require_public(given: object, who: str, instead: str = "") -> Public:
+def require_public(given: object, who: str, instead: str = "") -> PublicData:
     """Raise if `given` is not marked as public."""
-    if isinstance(given, Public):
+    if isinstance(given, PublicData):
         return given
     what = "a mapping" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     raise ConfigurationError(
         f"{who}: public must be data that is marked as public, not {what}. Values computed from it get no noise, so "
-        f"private data may not be used here. If every record is public, pass Public(data, loss=...){instead}."
+        f"private data may not be used here. If every record is public, pass PublicData(data, loss=...){instead}."
     )

@@ -14,7 +14,7 @@ from clipwise.clipping.contrib.sparse import Sparse, Thinned
 from clipwise.clipping.grouping import Groups, Policy, described_groups
 from clipwise.clipping.noise_split import require_split
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import Constants, MaxNorm, NormRule, constants_for, require_max_norm
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Unit
@@ -50,7 +50,7 @@ class VectorClipping(Strategy):
         """`Sparse` supports real parameters only."""
         return self.sparse is None
 
-    def public_data(self) -> tuple[Public, ...]:
+    def public_data(self) -> tuple[PublicData, ...]:
         return self.parts.public_data() if isinstance(self.parts, Policy) else ()
 
     def described(self) -> dict[str, Any]:

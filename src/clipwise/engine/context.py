@@ -101,7 +101,7 @@ class StepContext:
         )
 
     def require_open(self) -> None:
-        """Raise for a closed run, a forked copy of a run, and inside `private.averaged.applied()`."""
+        """Raise for a closed run, a forked copy of a run, and inside `private.ema.applied()`."""
         if self.weights.is_closed:
             raise StepError("This private run is closed: make a new one to continue.")
         if self.keys.key.is_forked:
@@ -115,7 +115,7 @@ class StepContext:
         """Raise if the model currently holds the averages instead of its weights."""
         if self.plan.averages is not None and self.plan.averages.is_applied:
             raise StepError(
-                "This is inside a block of private.averaged.applied(), which restores the model's own weights at its "
+                "This is inside a block of private.ema.applied(), which restores the model's own weights at its "
                 "end: an update would be lost, and a checkpoint would hold the averages instead of the weights. Train "
                 "and save outside of it."
             )
@@ -135,7 +135,7 @@ class StepContext:
         if self.strategy.has_local_update:
             raise StepError(
                 f"{called} takes no losses with Batch(..., local_update=f), which computes its own: call "
-                "private.step_sets(batch) with the batch from private.loader."
+                "private.step_local_update(batch) with the batch from private.loader."
             )
 
     def made(self) -> int:
@@ -206,7 +206,7 @@ class StepContext:
         self.follow_weights(is_updated)
         if is_new and has_stepped and self.plan.averages is not None:
             self.plan.averages.update()
-            self.weights.averaged += 1
+            self.weights.average_updates += 1
 
     def after_user_step(self) -> None:
         """Called after the user's own call of `optimizer.step()`."""

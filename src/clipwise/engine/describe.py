@@ -73,7 +73,7 @@ def statement_of(context: StepContext) -> Statement:
         context.plan.delta,
         plan=ledger.plan,
         run=ledger.run,
-        sittings=(*written, about(context)),
+        processes=(*written, about(context)),
         dataset_size=context.scheme.dataset_size,
         exact=ledger.exact,
         declared=ledger.declared,
@@ -99,7 +99,7 @@ def configuration(context: StepContext) -> dict[str, Any]:
         "groups": groups,
     }
     if plan.views is not None:
-        found["averaged_views"] = plan.views.count
+        found["augmentation_multiplicity"] = plan.views.count
     if plan.penalty is not None:
         found["penalty"] = getattr(plan.penalty, "__qualname__", "given")
     if plan.public_statistics is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping import PerExample, Site, Strategy
+from clipwise.deprecation import renamed_arguments
 from clipwise.engine import fingerprint, observer
 from clipwise.engine.context import parts_of
 from clipwise.engine.plan import (
@@ -27,7 +28,7 @@ from clipwise.engine.plan import (
 )
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
@@ -35,7 +36,7 @@ from clipwise.ledger.run_description import About
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.optim.penalty import Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
-from clipwise.sampling import DRAWN_BY_MINI_SETS, ByUser, Fetcher, Partition, Scheme, make_scheme, mini_sets_of
+from clipwise.sampling import DRAWN_BY_MICROBATCHES, ByUser, Fetcher, Partition, Scheme, make_scheme, microbatches_of
 from clipwise.sampling.augmentation import Views
 from clipwise.validation import step_inputs
 from clipwise.validation.arguments import plain, require_bool, require_path, whole
@@ -43,6 +44,12 @@ from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import changed_since_last_run, require_one_process
 
 
+def _views_name(value: object) -> str:
+    """The name of the deprecated argument `averaged_views`."""
+    return "augmentation" if isinstance(value, Views) else "augmentation_multiplicity"
+
+
+@renamed_arguments(averaged="ema", averaged_views=_views_name)
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,8 +69,9 @@ def make_private(
     adjacency: str | Adjacency | None = None,
     noise: str = "standard",
     max_physical_batch_size: int | None = None,
-    averaged_views: int | Views = 1,
-    averaged: float | AveragedParameters | None = None,
+    augmentation_multiplicity: int = 1,
+    augmentation: Views | None = None,
+    ema: float | AveragedParameters | None = None,
     penalty: Penalty | None = None,
     seed: int | None = None,
     ledger: str | os.PathLike[str] | Ledger | None = None,
@@ -105,11 +113,12 @@ def make_private(
         max_physical_batch_size: yield batches in pieces of at most this size. It changes no result. Loop over
             `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of `Batch`
             are its microbatches, which are never cut: a limit below their expected size raises an error.
-        averaged_views: `augment.Views(K, ...)`: the loader yields K random views of each example as consecutive rows,
-            and `step` takes one loss per row. The gradient of the mean loss of an example is clipped, so the
-            sensitivity does not change. A number K repeats each row K times. Views are drawn from the run's key.
-            (`with private.randomness():` does the same for dropout and other random layers.)
-        averaged: keep an average of the released parameters in `private.averaged`: the decay of an exponential average,
+        augmentation_multiplicity: K: the loader yields each example as K equal, consecutive rows, which the training
+            loop may change at random, and `step` takes one loss per row. The gradient of the mean loss of an example is
+            clipped, so the sensitivity does not change.
+        augmentation: `augment.Views(K, ...)`: the same, with K random views of each example drawn from the run's key.
+            (`with private.randomness():` does this for dropout and other random layers.)
+        ema: keep an average of the released parameters in `private.ema`: the decay of an exponential moving average,
             such as 0.999, or an `AveragedParameters(model, ...)`. It costs no privacy; checkpoints hold it.
         penalty: a function from the model to a number, such as a norm of its weights. Its gradient is added after the
             noise and is not divided by the batch size. It must not depend on the data.
@@ -155,11 +164,11 @@ def make_private(
         batch_size,
         sample_rate,
         max_batch_size=max_batch_size,
-        mini_sets=strategy.mini_sets if isinstance(sampling, str) and sampling in DRAWN_BY_MINI_SETS else 1,
+        microbatches=strategy.microbatches if isinstance(sampling, str) and sampling in DRAWN_BY_MICROBATCHES else 1,
     )
     draws = _draws(scheme, adjacency, strategy, users)
     if strategy.clips_whole_blocks and max_physical_batch_size is not None:
-        _require_whole_mini_sets(max_physical_batch_size, strategy, draws, records)
+        _require_whole_microbatches(max_physical_batch_size, strategy, draws, records)
     require_whole_blocks(scheme.sampling, strategy, draws.unit)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, scheme.dataset_size)
@@ -176,7 +185,7 @@ def make_private(
     site = Site(model, parameters, draws.adjacency, draws.unit, scheme, fetcher.empty)
     clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
-    views = _views(averaged_views, strategy)
+    views = _views(augmentation_multiplicity, augmentation, strategy)
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
@@ -210,7 +219,7 @@ def make_private(
                 cut=draws.cut,
                 public_statistics=statistics or None,
                 views=views,
-                averages=_averages(averaged, model),
+                averages=_averages(ema, model),
                 penalty=penalty,
                 loader_options={
                     "max_physical_batch_size": max_physical_batch_size,
@@ -246,35 +255,43 @@ def _draws(scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy
     require_for_a_run(relation, scheme.sampling)
     if users is not None:
         return Draws(scheme, relation, Unit.USER, users)
-    cut = mini_sets_of(scheme, strategy.mini_sets) if strategy.clips_whole_blocks else None
+    cut = microbatches_of(scheme, strategy.microbatches) if strategy.clips_whole_blocks else None
     return Draws(scheme, relation, strategy.unit, cut)
 
 
-def _views(averaged_views: object, strategy: Strategy) -> Views | None:
-    if averaged_views != 1:
+def _views(multiplicity: object, augmentation: Views | None, strategy: Strategy) -> Views | None:
+    multiplicity = plain(multiplicity)
+    if isinstance(multiplicity, bool) or not isinstance(multiplicity, int) or multiplicity < 1:
+        raise ConfigurationError(
+            f"augmentation_multiplicity={multiplicity!r} is not possible: give a whole number of at least 1, or "
+            "augmentation=clipwise.augment.Views(K, ...)."
+        )
+    if augmentation is None:
+        views = None if multiplicity == 1 else Views(multiplicity)
+    elif not isinstance(augmentation, Views):
+        raise ConfigurationError(
+            f"augmentation must be clipwise.augment.Views(K, ...), not {type(augmentation).__name__}. "
+            "augmentation_multiplicity=K repeats each row K times."
+        )
+    elif multiplicity != 1:
+        raise ConfigurationError("Give augmentation or augmentation_multiplicity, not both: Views(K, ...) holds K.")
+    else:
+        views = augmentation
+    if views is not None:
         strategy.require_views()
-    if isinstance(averaged_views, Views):
-        return averaged_views
-    averaged_views = plain(averaged_views)
-    if isinstance(averaged_views, bool) or not isinstance(averaged_views, int) or averaged_views < 1:
-        raise ConfigurationError(
-            f"averaged_views={averaged_views!r} is not possible: give a whole number of at least 1, or "
-            "clipwise.sampling.augmentation.Views(K, ...)."
-        )
-    return None if averaged_views == 1 else Views(averaged_views)
+    return views
 
 
-def _averages(averaged: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
-    if averaged is None or isinstance(averaged, AveragedParameters):
-        return averaged
-    decay: object = plain(averaged)
+def _averages(ema: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
+    if ema is None or isinstance(ema, AveragedParameters):
+        return ema
+    decay: object = plain(ema)
     number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
-    if not (number and 0 <= averaged < 1):
+    if not (number and 0 <= ema < 1):
         raise ConfigurationError(
-            f"averaged must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not "
-            f"{averaged!r}."
+            f"ema must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not {ema!r}."
         )
-    return AveragedParameters(model, float(averaged))
+    return AveragedParameters(model, float(ema))
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
@@ -285,10 +302,10 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
             "a single record: a user with many records would not be protected. Use Batch(max_norm=...), which clips "
             "the mean gradient of each user."
         )
-    if strategy.mini_sets != 1:
+    if strategy.microbatches != 1:
         raise ConfigurationError(
-            f"mini_sets={strategy.mini_sets} with group=: the records of each user are one microbatch, and batch_size "
-            "is the expected number of users per step. Leave mini_sets out."
+            f"microbatches={strategy.microbatches} with group=: the records of each user are one microbatch, and "
+            "batch_size is the expected number of users per step. Leave microbatches out."
         )
     return ByUser(group)
 
@@ -303,15 +320,15 @@ def _require_records(dataset: Any, records: int, batch_size: object) -> None:
         )
 
 
-def _require_whole_mini_sets(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:
+def _require_whole_microbatches(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:
     """Microbatches are the pieces that the loader yields: raise for a limit below their expected size."""
-    scheme, size = draws.scheme, draws.scheme.expected_size / strategy.mini_sets
-    advice = " and use Batch(..., mini_sets=k) with a larger k: the loader yields one microbatch at a time."
+    scheme, size = draws.scheme, draws.scheme.expected_size / strategy.microbatches
+    advice = " and use Batch(..., microbatches=k) with a larger k: the loader yields one microbatch at a time."
     if isinstance(draws.cut, ByUser):
         size = records / draws.cut.users
         advice = ". With group= the records of each user are one microbatch, which the loader yields as one piece."
     elif isinstance(scheme, Partition):
-        size = scheme.mini_set_size
+        size = scheme.microbatch_size
     if whole("max_physical_batch_size", limit, least=1) < size:
         raise ConfigurationError(
             f"max_physical_batch_size would cut microbatches, and {type(strategy).__name__} clips each as a whole: "

@@ -15,7 +15,7 @@ from torch import nn
 from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
 from clipwise.errors import ConfigurationError, PrivacyWarning
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.ledger.budget import PrivacyBudget
 from clipwise.ledger.ledger import Ledger
 from clipwise.ledger.multi_run import Held
@@ -203,6 +203,6 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
             f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record "
             "satisfies such a delta. Choose delta well below 1/N.",
             PrivacyWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return delta

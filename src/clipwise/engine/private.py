@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from clipwise import accounting
+from clipwise.deprecation import renamed_attributes
 from clipwise.engine import describe, resume
 from clipwise.engine import step as pipeline
 from clipwise.engine.compiled import CompiledStep
@@ -34,6 +35,7 @@ from clipwise.validation.arguments import number, one_of
 from clipwise.validation.first_batches import Loss
 
 
+@renamed_attributes(averaged="ema", step_sets="step_local_update")
 class Private:
     """A private training run, made by `make_private`.
 
@@ -69,7 +71,7 @@ class Private:
         """
         return pipeline.update(self._context, pipeline.backward(self._context, losses, outputs))
 
-    def step_sets(self, batch: Any) -> bool:
+    def step_local_update(self, batch: Any) -> bool:
         """`step` for a strategy with a `local_update`, which is called on the batch.
 
         Args:
@@ -78,7 +80,7 @@ class Private:
         Returns:
             Whether the optimizer stepped: False after a microbatch that is not the last of its batch.
         """
-        return pipeline.update(self._context, pipeline.backward_sets(self._context, batch))
+        return pipeline.update(self._context, pipeline.backward_local_update(self._context, batch))
 
     def backward(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
         """Write the private gradient of the batch to `.grad` of every trainable parameter.
@@ -207,11 +209,11 @@ class Private:
         return self._context.views
 
     @property
-    def averaged(self) -> AveragedParameters:
-        """The average of the released parameters: `with private.averaged.applied(): evaluate(model)`."""
+    def ema(self) -> AveragedParameters:
+        """The average of the released parameters: `with private.ema.applied(): evaluate(model)`."""
         averages = self._context.plan.averages
         if averages is None:
-            raise ConfigurationError("This run keeps no averages: give make_private(..., averaged=0.999).")
+            raise ConfigurationError("This run keeps no averages: give make_private(..., ema=0.999).")
         if not averages.is_applied:
             self._context.follow_update()
         return averages

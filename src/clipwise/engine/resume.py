@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from clipwise.deprecation import current_names, current_strategy
 from clipwise.engine import checkpoint, describe, fingerprint
 from clipwise.engine.context import StepContext
 from clipwise.engine.step import count_broken_step
@@ -44,7 +45,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
         "declared": [list(update) for update in ledger.declared],
     }
     if averages is not None:
-        state["averaged"] = averages.state_dict()
+        state["ema"] = averages.state_dict()
     found: dict[str, Any] = plain(state)  # a learning rate may be numpy's
     return found
 
@@ -54,16 +55,17 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     ledger, averages, keys = context.ledger, context.plan.averages, context.keys
     context.require_open()
     history = checkpoint.history_of(state)
+    state = current_names(state)
     is_new = ledger.run != state["run"]  # then the history is imported
     _require_fitting(context, state, is_new)
     # First, because the loaded values are part of the configuration. Another strategy starts with its own.
-    strategy, mine = state["configuration"].get("strategy", {}), context.strategy.describe()
+    strategy, mine = current_strategy(state["configuration"].get("strategy", {})), context.strategy.describe()
     if mine.items() <= strategy.items() and context.clipper.load_state_dict(strategy):
         context.set_parts()
     context.optimizer.load_state_dict(dict(state["optimizer"]))
-    if averages is not None and "averaged" in state:
-        averages.load_state_dict(state["averaged"])
-        context.weights.averaged = averages.updates
+    if averages is not None and "ema" in state:
+        averages.load_state_dict(state["ema"])
+        context.weights.average_updates = averages.updates
     if is_new:
         ledger.import_history(history, exact=state.get("exact") is True, plan=state.get("plan"))
         for kind, reason in state["declared"]:

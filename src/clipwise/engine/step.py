@@ -103,13 +103,13 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
     return gather(context, piece, clipped)
 
 
-def backward_sets(context: StepContext, batch: Any) -> bool:
+def backward_local_update(context: StepContext, batch: Any) -> bool:
     """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
     context.require_open()
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
         raise StepError(
-            "private.step_sets is for a strategy with a local update, such as Batch(..., local_update=f): call "
+            "private.step_local_update is for a strategy with a local update, such as Batch(..., local_update=f): call "
             "private.step(losses)."
         )
     begin(context, piece)
@@ -126,8 +126,8 @@ def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
         return losses
     if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
         raise StepError(
-            "losses must have one entry for each row of the batch from private.loader: with averaged_views there are "
-            f"{views.count} rows per example. private.step takes their mean."
+            "losses must have one entry for each row of the batch from private.loader: with augmentation_multiplicity "
+            f"there are {views.count} rows per example. private.step takes their mean."
         )
     return views.mean(losses)
 

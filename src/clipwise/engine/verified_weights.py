@@ -24,7 +24,7 @@ class VerifiedWeights:
         released: the gradients written to `.grad`.
         changed_before: names of tensors changed between an earlier run of the same model and this one.
         has_foreign_step: whether the optimizer stepped on gradients that were not released.
-        averaged: the number of updates that the averages took from this run.
+        average_updates: the number of updates that the averages took from this run.
         is_closed: whether the run is closed.
         unverified: the reason why verification failed when the run was closed.
     """
@@ -35,7 +35,7 @@ class VerifiedWeights:
         self.released.remember()  # an earlier run may have left a gradient, which is not used
         self.changed_before = plan.changed_before
         self.has_foreign_step = self._is_own_step = self.is_closed = False
-        self.averaged = 0
+        self.average_updates = 0
         self.unverified: str | None = None
         self._averages = plan.averages
         self._warned: set[str] = set()
@@ -61,7 +61,7 @@ class VerifiedWeights:
     def without_averages(self, changed: Sequence[str]) -> list[str]:
         """Drop the names of parameters that hold this run's averages, which are post-processing of its releases."""
         averages = self._averages
-        if not changed or averages is None or not self.averaged or averages.updates != self.averaged:
+        if not changed or averages is None or not self.average_updates or averages.updates != self.average_updates:
             return list(changed)
         if not set(changed) <= averages.names_in_model():
             return list(changed)

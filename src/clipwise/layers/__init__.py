@@ -19,12 +19,7 @@ from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public
 from clipwise.layers.public_batchnorm import PublicBatchNorm, PublicBatchNorm1d, PublicBatchNorm2d, PublicBatchNorm3d
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.layers.replace_batchnorm import replace_batchnorm
-from clipwise.layers.weight_parametrizations import (
-    NoisyWeights,
-    StandardizedWeight,
-    standardize_weights,
-    with_noisy_weights,
-)
+from clipwise.layers.standardized_weights import StandardizedWeight, standardize_weights
 
 __all__ = [
     "BatchStatisticsNorm",
@@ -34,7 +29,6 @@ __all__ = [
     "ClippedLayer",
     "L2Attention",
     "L2Mixture",
-    "NoisyWeights",
     "PublicBatchNorm",
     "PublicBatchNorm1d",
     "PublicBatchNorm2d",
@@ -49,7 +43,6 @@ __all__ = [
     "replace_batchnorm",
     "set_clips",
     "standardize_weights",
-    "with_noisy_weights",
     "with_released_statistics",
     "without_running_statistics",
 ]

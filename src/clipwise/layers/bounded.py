@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import number, plain
+from clipwise.validation.arguments import number, whole
 
 
 class ClipInput(nn.Module):
@@ -21,8 +21,7 @@ class ClipInput(nn.Module):
 
     The first module of a network trained with Lipschitz bounds. It is part of the model, in training and evaluation. A
     non-finite example is replaced by 0, and so is one longer than 2^126 C (in float32), whose scale would be rounded.
-    Its graph node proves that the inputs were clipped. (An ordinary `loss.backward()` therefore propagates to the
-    inputs, which costs some time. `torch.autograd.grad` with respect to the parameters and a private step do not.)
+    Its graph node proves that the inputs were clipped, so an ordinary `loss.backward()` propagates to the inputs.
 
     Args:
         max_norm: C, a public constant.
@@ -84,7 +83,7 @@ class BoundedGroupNorm(nn.Module):
 
     def __init__(self, num_groups: int, num_channels: int, alpha: float = 1.0) -> None:
         super().__init__()
-        if num_groups < 1 or num_channels % num_groups:
+        if whole("num_channels", num_channels, least=1) % whole("num_groups", num_groups, least=1):
             raise ConfigurationError(f"num_groups={num_groups} does not divide num_channels={num_channels}.")
         self.num_groups, self.num_channels, self.alpha = num_groups, num_channels, _alpha(alpha)
 
@@ -148,9 +147,7 @@ class L2Mixture(nn.Module):
 
     def __init__(self, heads: int = 1, causal: bool = False) -> None:
         super().__init__()
-        if heads < 1:
-            raise ConfigurationError(f"heads must be a positive whole number, not {heads!r}.")
-        self.heads, self.causal = heads, causal
+        self.heads, self.causal = whole("heads", heads, least=1), causal
 
     def forward(self, places: Tensor, values: Tensor) -> Tensor:
         """Map two tensors (B, T, D) to (B, T, D)."""
@@ -184,7 +181,7 @@ class L2Attention(nn.Module):
 
     def __init__(self, width: int, heads: int = 1, causal: bool = False, bias: bool = False) -> None:
         super().__init__()
-        if width % heads:
+        if width % whole("heads", heads, least=1):
             raise ConfigurationError(f"heads={heads} does not divide width={width}.")
         self.places = nn.Linear(width, width, bias=bias)
         self.values = nn.Linear(width, width, bias=bias)
@@ -210,13 +207,8 @@ class TemperedSigmoid(nn.Module):
 
     def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
         super().__init__()
-        self.scale: float = plain(scale)
-        self.temperature: float = plain(temperature)
-        self.offset: float = plain(offset)
-        for name in ("scale", "temperature", "offset"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ConfigurationError(f"TemperedSigmoid: {name} must be a finite number, not {value!r}.")
+        self.scale, self.temperature = number("scale", scale), number("temperature", temperature)
+        self.offset = number("offset", offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * torch.sigmoid(self.temperature * x) - self.offset

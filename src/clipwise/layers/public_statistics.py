@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.layers.weight_parametrizations import NoisyWeights
 from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.inventory import Changes, Inventory
 
@@ -37,8 +36,8 @@ class PublicStatistics:
 
     def __init__(self, model: nn.Module, public: Tensor | Sequence[Tensor] | None) -> None:
         self._model = model
-        self._public = () if public is None else as_rows(public)
-        self.rows = len(self._public[0]) if self._public else 0
+        self.public_rows = () if public is None else as_rows(public)  # the arguments of the public forward pass
+        self.rows = len(self.public_rows[0]) if self.public_rows else 0
         self._layers: dict[str, PublicBatchNorm] = {
             name: m for name, m in model.named_modules() if isinstance(m, PublicBatchNorm) and not m.is_frozen
         }
@@ -51,8 +50,6 @@ class PublicStatistics:
                 )
         self.corrects = any(layer.kind == "public-exact" for layer in self._layers.values())
         self.require_correctable(model)
-        if self._layers:
-            _require_settled_weights(model)
         for layer in self._layers.values():
             layer.statistics = self
         self._inventory = Inventory(model)
@@ -107,7 +104,7 @@ class PublicStatistics:
         named = dict(self._model.named_parameters()) if parameters is None else parameters
         names = {p: name for name, p in named.items()}
         moments, self._graph = self._graph or self._public_pass(), {}
-        roots: list[Tensor] = []
+        roots: list[Tensor] = []  # the moments
         cotangents: list[Tensor] = []
         for place, layer in exact.items():
             assert layer.weight is not None and layer.bias is not None
@@ -120,12 +117,10 @@ class PublicStatistics:
             mean_C, var_C = moments[layer]
             if not mean_C.requires_grad:
                 continue  # nothing trainable before it
-            scale_C = layer.weight.detach()
-            r_C = (var_C.detach() + layer.eps).rsqrt()
-            shift_gradient_C = gradients[names[layer.bias]].to(mean_C)
-            scale_gradient_C = gradients[names[layer.weight]].to(mean_C)
+            scale_C, r_C = layer.weight.detach(), (var_C.detach() + layer.eps).rsqrt()
+            of_scale_C, of_shift_C = (gradients[names[p]].to(mean_C) for p in (layer.weight, layer.bias))
             roots += [mean_C, var_C]
-            cotangents += [-scale_C * r_C * shift_gradient_C, -0.5 * scale_C * r_C.square() * scale_gradient_C]
+            cotangents += [-scale_C * r_C * of_shift_C, -0.5 * scale_C * r_C.square() * of_scale_C]
         if not roots:
             return corrected
         trained = [p for p in self._model.parameters() if p.requires_grad and names.get(p) in gradients]
@@ -146,11 +141,6 @@ class PublicStatistics:
             layer.freeze()
         self._layers, self._graph, self.corrects = {}, {}, False
         return self._model
-
-    @property
-    def public_rows(self) -> tuple[Tensor, ...]:
-        """The arguments of the public forward pass."""
-        return self._public
 
     @property
     def is_fresh(self) -> bool:
@@ -190,16 +180,20 @@ class PublicStatistics:
     def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor, rows: int) -> None:
         """Called by a layer with its moments of the public rows and its number of input rows."""
         assert self._collected is not None
+        problem = ""
         if layer in self._collected:
-            raise ConfigurationError(
-                f"Layer {self._name(layer)!r} ({type(layer).__name__}) is called more than once in a forward pass, but "
-                "has one mean and variance: use a layer of its own at each place, which may share scale and shift."
+            problem = (
+                "is called more than once in a forward pass, but has one mean and variance: use a layer of its own at "
+                "each place, which may share scale and shift"
             )
-        if layer.kind == "self+public" and rows != self.rows:
-            raise ConfigurationError(
-                f"Layer {self._name(layer)!r} ({type(layer).__name__}) gets {rows} rows for {self.rows} public ones: "
-                "its input must have one row per example. Give it inputs of shape [B, C, ...], or use kind='public'."
+        elif layer.kind == "self+public" and rows != self.rows:
+            problem = (
+                f"gets {rows} rows for {self.rows} public ones: its input must have one row per example. Give it "
+                "inputs of shape [B, C, ...], or use kind='public'"
             )
+        if problem:
+            name = next(name for name, other in self._layers.items() if other is layer)
+            raise ConfigurationError(f"Layer {name!r} ({type(layer).__name__}) {problem}.")
         self._collected[layer] = mean_C, var_C
 
     @staticmethod
@@ -212,14 +206,14 @@ class PublicStatistics:
     def of(model: nn.Module) -> PublicStatistics:
         """The public statistics of a model; raises an error if there is none or more than one."""
         found = PublicStatistics.all_of(model)
-        if not found:
-            raise ConfigurationError("The model has no layer with public statistics.")
-        if len(found) > 1:
-            raise ConfigurationError(
-                f"The model has {len(found)} public statistics, because they were created for its parts: "
-                "PublicStatistics.all_of(model) finds all of them."
-            )
-        return found[0]
+        if len(found) == 1:
+            return found[0]
+        raise ConfigurationError(
+            f"The model has {len(found)} public statistics, because they were created for its parts: "
+            "PublicStatistics.all_of(model) finds all of them."
+            if found
+            else "The model has no layer with public statistics."
+        )
 
     def require_correctable(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         """Refuse "public-exact" layers for which `correct` cannot work.
@@ -254,8 +248,8 @@ class PublicStatistics:
                 torch.inference_mode(False),
                 _differentiable(self._model) if self.corrects else torch.no_grad(),
             ):
-                self._public = placed(self._public, next(iter(self._layers.values())).running_mean)
-                self._model(*self._public)
+                self.public_rows = placed(self.public_rows, next(iter(self._layers.values())).running_mean)
+                self._model(*self.public_rows)
             collected = self._collected
         finally:
             self._collected = None
@@ -280,9 +274,6 @@ class PublicStatistics:
         held = (tensors[key] for _, tensors, key in self._inventory.tensors)
         return (t for t in held if t is not None and not is_lazy(t))
 
-    def _name(self, layer: PublicBatchNorm) -> str:
-        return next(name for name, other in self._layers.items() if other is layer)
-
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy. The copy is stale, and a graph cannot be copied."""
         return {**self.__dict__, "_graph": {}, "_changes": None, "_inventory": None}
@@ -290,6 +281,67 @@ class PublicStatistics:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._inventory = Inventory(self._model)
+
+
+class AllPublicStatistics:
+    """Every `PublicStatistics` of a model. Each may belong to a part of it, such as one of two encoders.
+
+    Each part has its own public rows, so no statistics depend on another part's weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._each = model, PublicStatistics.all_of(model)
+
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
+    def refresh(self, force: bool = False) -> None:
+        """Recompute the statistics after a change of the weights; see `PublicStatistics.refresh`."""
+        for statistics in self._each:
+            statistics.refresh(force)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Treat the statistics as fresh inside this block; see `PublicStatistics.held`."""
+        with ExitStack() as stack:
+            for statistics in self._each:
+                stack.enter_context(statistics.held())
+            yield
+
+    def require_complete(self) -> None:
+        """Refuse layers that have no public rows and are not frozen: their forward pass would fail."""
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, PublicBatchNorm) and layer.statistics is None and not layer.is_frozen:
+                raise ConfigurationError(
+                    f"Layer {name!r} ({type(layer).__name__}) has no public statistics: make "
+                    "PublicStatistics(model, public) before make_private, or use replace_batchnorm."
+                )
+
+    def require_correctable(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse "public-exact" layers for which these parameters lack what `correct` needs."""
+        for statistics in self._each:
+            statistics.require_correctable(self._model, parameters)
+
+    def correct(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Tensor]:
+        """Add the gradient through the public statistics to the released gradients.
+
+        Parts share no scale or shift, so the order of the parts does not matter.
+        """
+        for statistics in self._each:
+            gradients = statistics.correct(gradients, parameters)
+        return gradients
+
+    def public_rows(self) -> list[Tensor]:
+        return [rows for statistics in self._each for rows in statistics.public_rows]
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration in plain types, for fingerprints and statements."""
+        named = self._model.named_modules()
+        followed = {name: m for name, m in named if isinstance(m, PublicBatchNorm) and not m.is_frozen}
+        return {
+            "rows": sum(statistics.rows for statistics in self._each),
+            "kinds": {name: layer.kind for name, layer in followed.items()},
+        }
 
 
 @contextmanager
@@ -303,17 +355,6 @@ def _differentiable(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.enabled = was_enabled
-
-
-def _require_settled_weights(model: nn.Module) -> None:
-    """Refuse weights that are drawn at each pass: the batch would use other weights than the public rows."""
-    for name, module in model.named_modules():
-        if isinstance(module, NoisyWeights):
-            layer = name.partition("parametrizations")[0].rstrip(".")
-            raise ConfigurationError(
-                f"Layer {layer!r} draws its weights anew at each pass: the public statistics would come from other "
-                "draws than the batch uses. Use kind='group' or kind='layer'."
-            )
 
 
 def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -76,7 +76,11 @@ def replace_batchnorm(
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
     for name, old in found.items():
-        _require_replaceable(name, old)
+        if type(old) not in _PUBLIC:
+            is_lazy = isinstance(old, nn.modules.lazy.LazyModuleMixin)
+            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
+            problem = "is not initialized yet: run the model once." if is_lazy else more
+            raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, which {problem}")
     new = _new_layers(model, public, kind, groups, found)
     model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
     try:
@@ -110,15 +114,10 @@ def _new_layers(
                 f"Layer {name!r} has no running statistics to freeze: give public rows to compute them."
             )
     layer_kind = "public" if kind == "frozen" else kind
-    return [_public_norm(name, old, layer_kind, public is None) for name, old in found.items()]
+    return [_public_norm(old, layer_kind, public is None) for old in found.values()]
 
 
-def _public_norm(name: str, old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
-    if kind == "public-exact" and (old.weight is None or not old.weight.requires_grad or not old.bias.requires_grad):
-        raise ConfigurationError(
-            f"Layer {name!r}: kind='public-exact' needs a trainable scale and shift, because it uses their gradients. "
-            "Let them require gradients, or use kind='public'."
-        )
+def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
     new = _PUBLIC[type(old)](old.num_features, old.eps, old.affine, kind=kind)
     if keeps_statistics:
         new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
@@ -177,12 +176,3 @@ def _positions(model: nn.Module, public: Tensor | Sequence[Tensor], layers: list
         for handle in handles:
             handle.remove()
     return found
-
-
-def _require_replaceable(name: str, old: _BatchNorm) -> None:
-    if isinstance(old, nn.modules.lazy.LazyModuleMixin):
-        problem = "which is not initialized yet: run the model once."
-    else:
-        problem = "which may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
-    if type(old) not in _PUBLIC:
-        raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, {problem}")

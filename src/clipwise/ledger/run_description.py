@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from clipwise.clipping.base import recorded_strategy
+from clipwise.deprecation import current_strategy
 from clipwise.privacy import Event, Part, Sampling, Unit
 
 PACKAGES = ("clipwise-dp", "torch", "numpy", "scipy", "dp-accounting")
@@ -75,6 +76,8 @@ class About:
     def from_dict(cls, data: Mapping[str, Any]) -> About:
         """The inverse of `to_dict`; ignores unknown keys, and treats missing ones as not recorded."""
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        if isinstance(known.get("strategy"), Mapping):
+            known["strategy"] = current_strategy(known["strategy"])
         if known.get("parts") is not None:
             known["parts"] = tuple(_part(part) for part in known["parts"])
         if known.get("planned_tests") is not None:

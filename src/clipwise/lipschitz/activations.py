@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rounding, Rule
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, PlainRule, Reach, Rounding, Rule
 
 # The largest slopes, rounded up.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
@@ -22,57 +22,42 @@ _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
 Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
 
 
-class ElementwiseRule(Rule):
-    """y = f(x) with |f'| <= slope, |f(0)| = `at_zero` and |f| <= `most`: |y| <= slope |x| + sqrt(n) |f(0)|.
+def elementwise_rule(constants: Constants, rounding: Rounding) -> Rule:
+    """y = f(x) with |f'| <= slope, |f(0)| and the largest |f| as given: |y| <= slope |x| + sqrt(n) |f(0)|.
 
     A jump, as in Hardshrink, is allowed if this inequality holds: gradients do not depend on it.
     """
+    slack = 1 + rounding.of_elements
+    gain, at_zero, most = (slack * c for c in constants)
+    return PlainRule(lambda x: _reach(x, gain, at_zero, most), gain)
 
-    def __init__(self, constants: Constants, rounding: Rounding) -> None:
-        self.constants, self.rounding = constants, rounding
 
-    def slope(self, norms: Norms) -> float:
-        return self.constants[0]
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,), (slope,) = reaches, self.gains(reaches, norms)
-        slack = 1 + self.rounding.of_elements
-        _, at_zero, most = self.constants
-        at_zero *= slack
-        last = x.shape[-1] if x.shape else 1
-        return Reach.of(
-            x.shape,
-            norm=slope * x.norm + math.sqrt(x.size) * at_zero,
-            row=slope * x.row + math.sqrt(last) * at_zero,
-            entry=min(slope * x.entry + at_zero, most * slack),
-        )
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (self.slope(norms) * (1 + self.rounding.of_elements),)
+def _reach(x: Reach, gain: float, at_zero: float = 0.0, most: float = math.inf) -> Reach:
+    last = x.shape[-1] if x.shape else 1
+    return Reach.of(
+        x.shape,
+        norm=gain * x.norm + math.sqrt(x.size) * at_zero,
+        row=gain * x.row + math.sqrt(last) * at_zero,
+        entry=min(gain * x.entry + at_zero, most),
+    )
 
 
 def activation_rule(call: Call) -> Rule:
     """The rule of an activation module."""
     try:
-        return ElementwiseRule(constants_of(call.target), call.rounding)
+        return elementwise_rule(constants_of(call.target), call.rounding)
     except ConfigurationError as error:
         raise call.refusal(str(error).rstrip(".")) from None
 
 
 def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
     """The rule of c x + d, for public numbers c and d."""
-    return ElementwiseRule((abs(factor), abs(shift), math.inf), rounding)
+    return elementwise_rule((abs(factor), abs(shift), math.inf), rounding)
 
 
-class DropoutRule(ElementwiseRule):
-    """In training, kept values are multiplied by 1 / (1 - p). The rate is read at each use, since it may change."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__((1.0, 0.0, math.inf), call.rounding)
-        self.module = call.target
-
-    def slope(self, norms: Norms) -> float:
-        return dropped(self.module.p)
+def dropout_rule(call: Call) -> Rule:
+    """Dropout in training: kept values are multiplied by 1 / (1 - p)."""
+    return affine_rule(dropped(call.target.p), call.rounding)
 
 
 def dropped(p: float) -> float:
@@ -80,15 +65,11 @@ def dropped(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 1.0
 
 
-class LearnedSlopeRule(ElementwiseRule):
+class LearnedSlopeRule(Rule):
     """PReLU: y = x above 0 and a x below. |y| <= max(1, |a|) |x|; |da| <= |g| |x|."""
 
     def __init__(self, call: Call) -> None:
-        super().__init__((1.0, 0.0, math.inf), call.rounding)
-        self.module: nn.PReLU = call.target
-
-    def slope(self, norms: Norms) -> float:
-        return max(1.0, norms["weight"])
+        self.module, self.rounding = call.target, call.rounding
 
     def measured(self, effort: Effort) -> Measurements:
         return {"weight": self.module.weight.detach().double().abs().amax()}
@@ -96,31 +77,30 @@ class LearnedSlopeRule(ElementwiseRule):
     def allowed(self, limit: float) -> dict[str, float]:
         return {"weight": limit}
 
-    def limited(self, effort: Effort) -> Measurements:
-        return self.measured(effort)
+    def limited(self, norm: str) -> Measurements:
+        return self.measured("spectral")
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        return _reach(reaches[0], *self.gains(reaches, norms))
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (max(1.0, norms["weight"]) * (1 + self.rounding.of_elements),)
 
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
         (x,) = reaches
         return {"weight": x.norm * (1 + self.rounding.of_sum(x.size))}
 
 
-class SoftmaxRule(Rule):
+def softmax_rule(call: Call) -> Rule:
     """Softmax along one dimension of d entries: its Jacobian diag(p) - p p^T has norm at most 1/2; |p| <= 1."""
-
-    def __init__(self, call: Call) -> None:
-        if call.target.dim is None:
-            raise call.refusal("give dim")
-        self.dim, self.rounding = call.own_dimension(call.target.dim), call.rounding
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,) = reaches
-        slack = 1 + self.rounding.of_sum(x.shape[self.dim])
-        row = slack if self.dim == len(x.shape) - 1 else math.inf
-        return Reach.of(x.shape, math.sqrt(x.size / x.shape[self.dim]) * slack, row, slack)
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        (x,) = reaches
-        return (0.5 * (1 + 4 * self.rounding.of_sum(x.shape[self.dim])),)
+    if call.target.dim is None:
+        raise call.refusal("give dim")
+    dim, shape = call.own_dimension(call.target.dim), call.shapes[0]
+    error = call.rounding.of_sum(shape[dim])
+    slack = 1 + error
+    row = slack if dim == len(shape) - 1 else math.inf
+    reach = Reach.of(shape, math.sqrt(math.prod(shape) / shape[dim]) * slack, row, slack)
+    return PlainRule(lambda x: reach, 0.5 * (1 + 4 * error))
 
 
 def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], Constants]:

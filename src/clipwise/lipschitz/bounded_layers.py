@@ -5,55 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from clipwise.layers.bounded import BoundedGroupNorm, ClipInput, L2Mixture
-from clipwise.lipschitz.rule import Call, Norms, Reach, Rule
+from clipwise.layers.bounded import BoundedGroupNorm, L2Mixture
+from clipwise.lipschitz.rule import Call, Norms, PlainRule, Reach, Rule
 
 
-class ClipInputRule(Rule):
+def clip_input_rule(call: Call) -> Rule:
     """|y| <= C for any input; a projection onto a ball has slope at most 1."""
-
-    def __init__(self, call: Call) -> None:
-        self.module: ClipInput = call.target
-        self.out, self.rounding = call.out, call.rounding
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        return Reach.of(self.out, norm=self.module.max_norm * (1 + self.rounding.of_elements))
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (1 + self.rounding.of_sum(math.prod(self.out)),)
+    reach = Reach.of(call.out, norm=call.target.max_norm * (1 + call.rounding.of_elements))
+    return PlainRule(lambda x: reach, 1 + call.rounding.of_sum(math.prod(call.out)))
 
 
-class BoundedNormRule(Rule):
+def bounded_norm_rule(call: Call) -> Rule:
     """(x - mu) / max(alpha, sigma) over groups of m entries.
 
     The Jacobian is a projection over max(alpha, sigma): |J| <= 1 / alpha. |y| <= min(sqrt(n), |x| / alpha). An entry is
     at most sqrt(m - 1), if it alone differs from the others.
     """
+    module, alpha = call.target, float(call.target.alpha)
+    if not (math.isfinite(alpha) and alpha > 0):  # the attribute may have been set
+        raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
+    is_grouped = isinstance(module, BoundedGroupNorm)
+    group = math.prod(call.out) // module.num_groups if is_grouped else math.prod(module.normalized_shape)
+    error = call.rounding.of_sum(4 * group)
+    slack, lost = 1 + error, error / alpha  # the rounding error of x - mu is relative to x
 
-    def __init__(self, call: Call) -> None:
-        module, self.out = call.target, call.out
-        if not (math.isfinite(module.alpha) and module.alpha > 0):  # the attribute may have been set
-            raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
-        self.alpha = float(module.alpha)
-        if isinstance(module, BoundedGroupNorm):
-            self.group = math.prod(self.out) // module.num_groups
-        else:
-            self.group = math.prod(module.normalized_shape)
-        self.slack = call.rounding.of_sum(4 * self.group)
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,) = reaches
-        lost = self.slack / self.alpha  # the rounding error of x - mu is relative to x
-        longest = (1 + self.slack) * math.sqrt(self.group)
-        slack = 1 + self.slack
+    def bound(x: Reach) -> Reach:
         return Reach.of(
-            self.out,
-            norm=min(slack * math.sqrt(x.size) + lost * x.norm, slack * x.norm / self.alpha),
-            entry=min(longest + lost * x.norm, slack * 2 * x.entry / self.alpha),
+            call.out,
+            norm=min(slack * math.sqrt(x.size) + lost * x.norm, slack * x.norm / alpha),
+            entry=min(slack * math.sqrt(group) + lost * x.norm, slack * 2 * x.entry / alpha),
         )
 
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return ((1 + self.slack) / self.alpha,)
+    return PlainRule(bound, slack / alpha)
 
 
 class MixtureRule(Rule):

@@ -90,8 +90,8 @@ def bounds_of(
     Args:
         network: a traced model; see `trace`.
         loss_constant: the largest norm of one example's gradient at the model's output, which must be clipped to it.
-        effort: how the norms of the weights are computed: "frobenius", "spectral", or "tight", which adds the operator
-            norms of convolutions by Fourier transforms.
+        effort: how the norms of the weights are computed: "spectral", or "tight", which adds the operator norms of
+            convolutions by Fourier transforms.
         limits: if given, bounds for any weights that are clipped to these norms (one per parameter; see
             `weights.limits_of`), instead of the current weights. They are the same in every step.
     """

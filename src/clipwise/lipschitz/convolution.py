@@ -76,8 +76,6 @@ def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> 
 
 def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort) -> Measurements:
     """The norms that `operator_from` needs besides `weight` and `frobenius`."""
-    if effort == "frobenius":
-        return {}
     by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
     sizes = by_group.abs()
     found: Measurements = {
@@ -102,9 +100,8 @@ def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     found = [
         math.sqrt(windows.cover) * norms["weight"],
         math.sqrt(windows.taps) * norms.get("scattering", norms["frobenius"]),
+        math.sqrt(norms["most into an output"] * norms["most out of an input"]),
     ]
-    if "most into an output" in norms:
-        found.append(math.sqrt(norms["most into an output"] * norms["most out of an input"]))
     finite = all(map(math.isfinite, found))  # min() may ignore NaN
     return min(*found, norms.get("torus", math.inf)) * (1 + _SLACK) if finite else math.inf
 

@@ -36,10 +36,10 @@ def graph_of(model: nn.Module) -> fx.Graph:
     """Trace the forward pass twice. Refuses a pass that differs, for example because it draws random numbers."""
     with _left_as_it_was(model):
         graph, again = (_traced_once(model) for _ in range(2))
-        for one, other in zip(steps_of(graph), steps_of(again), strict=False):
-            if one != other:
-                differ = f"its forward pass is not the same each time ({one.words}, then {other.words})"
-                raise refusal("", model, f"{differ}: random numbers and counters in it have no bound")
+    for one, other in zip(steps_of(graph), steps_of(again), strict=False):
+        if one != other:
+            differ = f"its forward pass is not the same each time ({one.words}, then {other.words})"
+            raise refusal("", model, f"{differ}: random numbers and counters in it have no bound")
     return graph
 
 
@@ -53,20 +53,20 @@ def _traced_once(model: nn.Module) -> fx.Graph:
     require_no_global_hooks()
     for name, module in model.named_modules():
         require_no_hooks(name, module)
-    return _without_unused_items(_Tracer().traced(model))
+    graph = _Tracer().traced(model)
+    for node in reversed(graph.nodes):  # unused items, as in `output, _ = rnn(x)`
+        if node.target is operator.getitem and not node.users:
+            graph.erase_node(node)
+    return graph
 
 
 def steps_of(graph: fx.Graph) -> list[Step]:
     """All operations of a graph in their order."""
-    return [
-        Step(
-            node.op,
-            node.target,
-            fx.node.map_arg(node.args, lambda n: n.name),
-            fx.node.map_arg(node.kwargs, lambda n: n.name),
-        )
-        for node in graph.nodes
-    ]
+
+    def named(given: Any) -> Any:
+        return fx.node.map_arg(given, lambda n: n.name)
+
+    return [Step(node.op, node.target, named(node.args), named(node.kwargs)) for node in graph.nodes]
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
@@ -120,14 +120,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             vars(module).clear()
             vars(module).update(attributes)
-
-
-def _without_unused_items(graph: fx.Graph) -> fx.Graph:
-    """Remove unused items, as in `output, _ = rnn(x)`. Other unused operations may write in place."""
-    for node in reversed(graph.nodes):
-        if node.target is operator.getitem and not node.users:
-            graph.erase_node(node)
-    return graph
 
 
 def _untraceable(error: Exception) -> str:

@@ -32,30 +32,21 @@ class AffineRule(Rule):
         return (self._gain(norms),)
 
     def measured(self, effort: Effort) -> Measurements:
-        matrices = self._matrices()
+        spectral = Spectral(self._matrices())
+        is_wide = spectral.matrices.shape[1] <= spectral.matrices.shape[2]
+        rows = LongestRow(spectral) if is_wide else self._length(spectral.matrices, 2)
         bias = self._bias_length()
-        shift = matrices.new_zeros(()) if bias is None else bias
-        _, m, n = matrices.shape
-        if effort == "frobenius":
-            rows = torch.linalg.vector_norm(matrices, dim=2)
-            whole = Length(torch.linalg.vector_norm(rows, dim=1).amax(), m * n)
-            return {"weight": whole, "frobenius": whole, "rows": Length(rows.amax(), n), "bias": shift}
-        spectral = Spectral(matrices)
-        longest: Wanted
-        if m <= n:
-            longest = LongestRow(spectral)
-        else:
-            longest = Length(torch.linalg.vector_norm(matrices, dim=2).amax(), n)
-        return {"weight": spectral, "frobenius": Frobenius(spectral), "rows": longest, "bias": shift}
+        shift = spectral.matrices.new_zeros(()) if bias is None else bias
+        return {"weight": spectral, "frobenius": Frobenius(spectral), "rows": rows, "bias": shift}
 
     def allowed(self, limit: float) -> dict[str, float]:
         shift = 0.0 if self.module.bias is None else limit
         frobenius = limit * math.sqrt(min(self._matrices().shape[1:]))
         return {"weight": limit, "frobenius": frobenius, "rows": limit, "bias": shift}
 
-    def limited(self, effort: Effort) -> Measurements:
-        bias = self._bias_length()
-        weight = self.measured(effort)["weight"] if effort == "frobenius" else Spectral(self._matrices())
+    def limited(self, norm: str) -> Measurements:
+        matrices, bias = self._matrices(), self._bias_length()
+        weight = Spectral(matrices) if norm == "spectral" else self._length(matrices, 2, 1)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
@@ -78,6 +69,15 @@ class AffineRule(Rule):
         """float64 [g, m, n]: per group, outputs by inputs of a window."""
         weight = self.module.weight.detach().double()
         return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
+
+    @staticmethod
+    def _length(matrices: Tensor, *dims: int) -> Wanted:
+        """The largest norm over these dimensions, one after another."""
+        lengths, terms = matrices, 1
+        for dim in dims:
+            terms *= lengths.shape[dim]
+            lengths = torch.linalg.vector_norm(lengths, dim=dim)
+        return Length(lengths.amax(), terms)
 
     def _bias_length(self) -> Wanted | None:
         return None if self.module.bias is None else Vector(self.module.bias.detach())
@@ -136,7 +136,7 @@ class EmbeddingRule(Rule):
     def allowed(self, limit: float) -> dict[str, float]:
         return {"rows": limit}
 
-    def limited(self, effort: Effort) -> Measurements:
+    def limited(self, norm: str) -> Measurements:
         return {"weight": frobenius_norms(self.module.weight.unsqueeze(-2)).unsqueeze(1)}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:

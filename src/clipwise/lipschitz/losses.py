@@ -36,11 +36,10 @@ class SoftmaxCrossEntropy(BoundedLoss):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "temperature", number("temperature", self.temperature, above=0))
+        _require_positive(self, "temperature")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        losses = F.cross_entropy(outputs / self.temperature, targets, reduction="none")
-        return _per_example(losses)
+        return _per_example(F.cross_entropy(outputs / self.temperature, targets, reduction="none"))
 
     def constant(self, shape: Sequence[int]) -> float:
         # (classes, positions...): each position has its own loss.
@@ -54,7 +53,7 @@ class CosineSimilarity(BoundedLoss):
     floor: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "floor", number("floor", self.floor, above=0))
+        _require_positive(self, "floor")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
@@ -83,8 +82,7 @@ class MulticlassHinge(BoundedLoss):
 
     def __post_init__(self) -> None:
         one_of("kind", self.kind, KINDS)
-        if not (isinstance(self.margin, (int, float)) and math.isfinite(self.margin)):
-            raise ConfigurationError(f"margin must be a finite number, not {self.margin!r}.")
+        number("margin", self.margin)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         is_class = F.one_hot(targets, outputs.shape[1]).bool()
@@ -113,12 +111,11 @@ class Huber(BoundedLoss):
     delta: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "delta", number("delta", self.delta, above=0))
+        _require_positive(self, "delta")
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         _require_same_shape(self, outputs, targets)
-        losses = F.huber_loss(outputs, targets, reduction="none", delta=self.delta)
-        return _per_example(losses)
+        return _per_example(F.huber_loss(outputs, targets, reduction="none", delta=self.delta))
 
     def constant(self, shape: Sequence[int]) -> float:
         return math.sqrt(math.prod(shape)) * self.delta
@@ -166,6 +163,10 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     shape = (-1, *[1] * (gradients.ndim - 1))
     good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
     return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
+
+
+def _require_positive(loss: BoundedLoss, name: str) -> None:
+    object.__setattr__(loss, name, number(name, getattr(loss, name), above=0))
 
 
 def _per_example(losses: Tensor) -> Tensor:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clipwise.errors import UnsupportedModelError
 from clipwise.lipschitz.convolution import Windows
 from clipwise.lipschitz.matrix_norms import spectral_bounds
-from clipwise.lipschitz.rule import Call, Rule
-from clipwise.lipschitz.tensor_operations import FixedGainRule
+from clipwise.lipschitz.rule import Call, Rule, fixed_gain_rule
 
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 AVERAGE = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -25,7 +23,7 @@ ADAPTIVE_AVERAGE = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPo
 def averaging_rule(call: Call, norm: float, entry: float = 1.0) -> Rule:
     """The rule of a linear map with a known norm and no parameters; an entry grows by at most `entry`."""
     slack = 1 + call.rounding.of_sum(math.prod(call.shapes[0]))
-    return FixedGainRule(call.out, norm * slack, entry * slack)
+    return fixed_gain_rule(call.out, norm * slack, entry * slack)
 
 
 def average_rule(call: Call) -> Rule:
@@ -66,20 +64,16 @@ def maximum_rule(call: Call) -> Rule:
     kernel, stride, padding, dilation = (
         _tuple(given, sizes) for given in (module.kernel_size, module.stride, module.padding, module.dilation)
     )
-    for n, d in zip(sizes, dilation, strict=True):
-        if d > n:
-            raise UnsupportedModelError(
-                f"{type(module).__name__}: dilation {d} is larger than the image ({n}), so a window can be "
-                "empty: use a smaller dilation."
-            )
+    if any(d > n for n, d in zip(sizes, dilation, strict=True)):
+        raise call.refusal("its dilation is larger than the image, so a window can be empty: use a smaller dilation")
     return _maximum(call, Windows(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
 
 
 def _maximum(call: Call, windows: int) -> Rule:
     """The maximum of each window. A pixel in m windows has m copies and receives m gradients: sqrt(m)."""
     if getattr(call.target, "return_indices", False):
-        raise UnsupportedModelError(f"{type(call.target).__name__}: return_indices=True has no bound; leave it out.")
-    return FixedGainRule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
+        raise call.refusal("return_indices=True has no bound: leave it out")
+    return fixed_gain_rule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
 
 
 def _adaptive(call: Call) -> list[Tensor]:
@@ -95,12 +89,10 @@ def _norm(matrices: list[Tensor]) -> float:
 
 def _image(call: Call) -> Sequence[int]:
     """All dimensions except channels. Without channels torch would use the batch as channels."""
-    shape, name = call.shapes[0], type(call.target).__name__
-    if len(shape) != int(name[-2]) + 1:
-        raise UnsupportedModelError(
-            f"{name}: examples of shape {tuple(shape)} have no channel dimension: begin with "
-            "nn.Unflatten(1, (1, -1)), or add one to the data set."
-        )
+    shape = call.shapes[0]
+    if len(shape) != int(type(call.target).__name__[-2]) + 1:
+        begin = "begin with nn.Unflatten(1, (1, -1)), or add one to the data set"
+        raise call.refusal(f"examples of shape {tuple(shape)} have no channel dimension: {begin}")
     return shape[1:]
 
 

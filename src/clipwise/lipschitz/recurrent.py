@@ -68,8 +68,8 @@ class RecurrentRule(Rule):
             if name.startswith("bias"):
                 found[name] = Length(rows, p.numel())
                 continue
-            found[name + ".frobenius"] = frobenius = Length(torch.linalg.vector_norm(rows), p.numel())
-            found[name] = frobenius if effort == "frobenius" else Spectral(p.detach().double().unsqueeze(0))
+            found[name + ".frobenius"] = Length(torch.linalg.vector_norm(rows), p.numel())
+            found[name] = Spectral(p.detach().double().unsqueeze(0))
             found[name + ".rows"] = Length(rows.amax(), p.shape[1])
         return found
 
@@ -82,9 +82,10 @@ class RecurrentRule(Rule):
                 found[name + ".rows"] = limit
         return found
 
-    def limited(self, effort: Effort) -> Measurements:
-        measured = self.measured(effort)
-        return {name: measured[name] for name, _ in self.module.named_parameters()}
+    def limited(self, norm: str) -> Measurements:
+        measured = self.measured("spectral")
+        key = "{}.frobenius" if norm == "frobenius" else "{}"
+        return {name: measured.get(key.format(name), measured[name]) for name, _ in self.module.named_parameters()}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         return self._layers(reaches[0], norms)[1]

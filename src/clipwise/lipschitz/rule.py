@@ -15,8 +15,8 @@ from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.lipschitz.batched_norms import Wanted
 
 # How the norms of the weights are computed, from fastest to tightest.
-Effort = Literal["frobenius", "spectral", "tight"]
-EFFORTS: tuple[Effort, ...] = ("frobenius", "spectral", "tight")
+Effort = Literal["spectral", "tight"]
+EFFORTS: tuple[Effort, ...] = ("spectral", "tight")
 
 Shape = tuple[int, ...]  # of one example's value, without the batch dimension
 Norms = Mapping[str, float]  # measured norms of an operation's parameters
@@ -107,12 +107,12 @@ class Rule(ABC):
         """The largest possible norms of parameters that are clipped to `limit`."""
         return {}
 
-    def limited(self, effort: Effort) -> Measurements:
-        """For each parameter the norm that weight clipping limits; a tensor may have one per row."""
+    def limited(self, norm: str) -> Measurements:
+        """The norm ("spectral" or "frobenius") of each parameter that weight clipping limits; maybe one per row."""
         return {}
 
     def lengths(self, norms: Norms, norm: str) -> dict[str, float]:
-        """The norms that weight clipping limits ("spectral" or "frobenius"), from the measured ones."""
+        """What `limited` returns, from the measured norms."""
         raise NotImplementedError
 
     def scaled(self, norms: Norms, factors: Mapping[str, float], error: float) -> dict[str, float]:
@@ -130,6 +130,35 @@ class Rule(ABC):
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
         """The largest factor from the gradient at the output to that of each parameter of the module."""
         return {}
+
+
+@dataclass(frozen=True)
+class PlainRule(Rule):
+    """An operation on one value, without parameters.
+
+    `bound` maps a bound on the input to one on the output, `gain` is |J|, and with `is_view` the output may share the
+    memory of the input.
+    """
+
+    bound: Callable[[Reach], Reach]
+    gain: float
+    is_view: bool = False
+
+    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
+        return self.bound(reaches[0])
+
+    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
+        return (self.gain,)
+
+
+def fixed_gain_rule(out: Sequence[int], gain: float, entry: float = 1.0, is_view: bool = False) -> Rule:
+    """A map with a known norm: |y| <= gain |x|, and no entry grows by more than the factor `entry`."""
+    return PlainRule(lambda x: Reach.of(out, norm=gain * x.norm, entry=entry * x.entry), gain, is_view)
+
+
+def move_rule(out: Sequence[int]) -> Rule:
+    """Flatten, reshape, permute, pad or slice: each entry is used at most once."""
+    return fixed_gain_rule(out, 1.0, is_view=True)
 
 
 DOT_PRODUCTS = "dot-product attention has no bounded slope: use clipwise.layers.L2Attention"
@@ -176,19 +205,15 @@ class Call:
         ndim = len(self.out if of is None else of)
         found = dim if dim >= 0 else dim + ndim + 1
         if not 1 <= found <= ndim:
-            raise UnsupportedModelError(
-                f"Lipschitz bounds: {self.name!r} works along dimension {dim}, which holds the examples of the batch: "
-                "each example must be processed independently."
-            )
+            remedy = "each example must be processed independently"
+            raise self.refusal(f"it works along dimension {dim}, which holds the examples of the batch: {remedy}")
         return found - 1
 
     def require_own_padding(self, pad: Sequence[int]) -> None:
         """Refuse padding of the batch dimension: (1, -1) would shift the examples by one."""
         if len(pad) > 2 * len(self.shapes[0]):
-            raise UnsupportedModelError(
-                f"Lipschitz bounds: {self.name!r} pads the dimension that holds the examples of the batch: give two "
-                "numbers for each dimension of an example, and no more."
-            )
+            remedy = "give two numbers for each dimension of an example, and no more"
+            raise self.refusal(f"it pads the dimension that holds the examples of the batch: {remedy}")
 
 
 Build = Callable[[Call], Rule]  # a rule class, or a function that builds a rule

@@ -22,12 +22,12 @@ from clipwise.layers.clipped.layer import HOOKS, has_code_of_its_own
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.lipschitz import activations, pooling
 from clipwise.lipschitz.activations import affine_rule
-from clipwise.lipschitz.bounded_layers import BoundedNormRule, ClipInputRule, MixtureRule
+from clipwise.lipschitz.bounded_layers import MixtureRule, bounded_norm_rule, clip_input_rule
 from clipwise.lipschitz.convolution import ConvolutionRule
 from clipwise.lipschitz.linear import EmbeddingRule, LinearRule
 from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
-from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, refusal
-from clipwise.lipschitz.tensor_operations import JoinRule, MoveRule, ProductRule, SumRule
+from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, move_rule, refusal
+from clipwise.lipschitz.tensor_operations import JoinRule, ProductRule, SumRule
 
 _GROW = "its slope grows as the deviation shrinks: use clipwise.layers."
 # Common operations without a bound, and their alternatives.
@@ -86,7 +86,7 @@ def module_rule(call: Call) -> Rule:
 
 def _zero_padding(call: Call) -> Rule:
     call.require_own_padding(call.target.padding)
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 _MODULE_RULES: dict[type[nn.Module], Build] = {
@@ -94,8 +94,8 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
     for kinds, build in (
         (tuple(activations.MODULES), activations.activation_rule),
         ((nn.PReLU,), activations.LearnedSlopeRule),
-        ((nn.Softmax,), activations.SoftmaxRule),
-        ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), activations.DropoutRule),
+        ((nn.Softmax,), activations.softmax_rule),
+        ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), activations.dropout_rule),
         ((nn.Linear,), LinearRule),
         ((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule),
         ((nn.Embedding,), EmbeddingRule),
@@ -104,11 +104,11 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
         (pooling.AVERAGE, pooling.average_rule),
         (pooling.ADAPTIVE_MAX, pooling.adaptive_maximum_rule),
         (pooling.ADAPTIVE_AVERAGE, pooling.adaptive_average_rule),
-        ((nn.Flatten, nn.Unflatten), lambda call: MoveRule(call.out)),
+        ((nn.Flatten, nn.Unflatten), lambda call: move_rule(call.out)),
         ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _zero_padding),
-        ((ClipInput,), ClipInputRule),
+        ((ClipInput,), clip_input_rule),
         ((L2Mixture,), MixtureRule),
-        ((BoundedGroupNorm, BoundedLayerNorm), BoundedNormRule),
+        ((BoundedGroupNorm, BoundedLayerNorm), bounded_norm_rule),
     )
     for kind in kinds
 }
@@ -154,7 +154,7 @@ def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
         if call.options or len(call.arguments) != 2:
             raise call.refusal("options such as alpha have no bound here: leave them out")
         if len(call.shapes) == 2:
-            return rule(call.out, call.rounding)
+            return rule(call)
         numbers = [a for a in call.arguments if isinstance(a, (int, float))]
         if len(numbers) != 1 or len(call.shapes) != 1:
             raise call.refusal("its operands must be values of the network or plain numbers")
@@ -178,7 +178,7 @@ def _move(call: Call) -> Rule:
     """Reshaping that keeps the batch dimension and all entries, so each example keeps its own."""
     if math.prod(call.shapes[0]) != math.prod(call.out):
         raise call.refusal("it does not keep the entries of each example together")
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _squeeze(call: Call) -> Rule:
@@ -188,13 +188,13 @@ def _squeeze(call: Call) -> Rule:
         raise call.refusal("it removes the batch dimension of a batch of one example: give dim")
     for dim in [dims] if isinstance(dims, int) else dims:
         call.own_dimension(dim, call.shapes[0])
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _swap(call: Call) -> Rule:
     for dim in (call.option("dim0", 1), call.option("dim1", 2)):
         call.own_dimension(dim)
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _permute(call: Call) -> Rule:
@@ -203,7 +203,7 @@ def _permute(call: Call) -> Rule:
         order = order[0]
     if order[0] not in (0, -len(order)):
         call.own_dimension(0)
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _take(call: Call) -> Rule:
@@ -212,7 +212,7 @@ def _take(call: Call) -> Rule:
         raise call.refusal("only numbers and slices have a bound as an index")
     if index[0] != slice(None):
         call.own_dimension(0)
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _join(call: Call) -> Rule:
@@ -239,7 +239,7 @@ def _pad(call: Call) -> Rule:
     if call.option("mode", 2, "constant") != "constant" or call.option("value", 3) not in (None, 0):
         raise call.refusal("only padding with zeros has a bound")
     call.require_own_padding(call.option("pad", 1))
-    return MoveRule(call.out)
+    return move_rule(call.out)
 
 
 def _multiply(call: Call) -> Rule:

@@ -1,4 +1,4 @@
-"""Bounds of moves, sums, products and concatenations, and of parameters that a model uses directly."""
+"""Bounds of sums, products and concatenations, and of parameters that a model uses directly."""
 
 from __future__ import annotations
 
@@ -9,79 +9,63 @@ import torch
 from torch import Tensor
 
 from clipwise.lipschitz.matrix_norms import frobenius_norms
-from clipwise.lipschitz.rule import Effort, Measurements, Norms, Reach, Rounding, Rule
+from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule
 
 
-class FixedGainRule(Rule):
-    """A map with a known norm: |y| <= gain |x|, and no entry grows by more than the factor `entry`."""
+class BroadcastRule(Rule):
+    """The base of x + y and x * y. A value broadcast r times has sqrt(r) times the norm, and receives r gradients."""
 
-    def __init__(self, out: Sequence[int], gain: float, entry: float = 1.0) -> None:
-        self.out, self.gain, self.entry = tuple(out), gain, entry
+    def __init__(self, call: Call) -> None:
+        self.out, self.rounding = call.out, call.rounding
+        self.slack = 1 + call.rounding.of_elements  # of a value
+        self.summing = 1 + call.rounding.of_sum(math.prod(call.out))  # of a gradient
 
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        (x,) = reaches
-        return Reach.of(self.out, norm=self.gain * x.norm, entry=self.entry * x.entry)
+    def _times(self, x: Reach) -> float:
+        """The factor by which broadcasting increases the norm of x."""
+        return math.sqrt(math.prod(self.out) / x.size) if x.size else 1.0
 
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (self.gain,)
+    def _whole(self, x: Reach) -> float:
+        return self._times(x) * x.norm
 
-
-class MoveRule(FixedGainRule):
-    """Flatten, reshape, permute or slice: each entry is used at most once. `is_same`: the value is unchanged."""
-
-    def __init__(self, out: Sequence[int], is_same: bool = False) -> None:
-        super().__init__(out, gain=1.0)
-        self.is_same = is_same
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        return reaches[0] if self.is_same else super().largest(reaches, norms)
+    def _row(self, x: Reach) -> float:
+        """x.row after broadcasting, which may repeat an entry along the last dimension."""
+        last = x.shape[-1] if x.shape else 1
+        wanted = self.out[-1] if self.out else 1
+        return x.row if last == wanted else math.sqrt(wanted) * x.entry
 
 
-class SumRule(Rule):
-    """x + y or x - y. A value broadcast r times has sqrt(r) times the norm, and receives r gradients."""
-
-    def __init__(self, out: Sequence[int], rounding: Rounding) -> None:
-        self.out, self.rounding = tuple(out), rounding
+class SumRule(BroadcastRule):
+    """x + y or x - y."""
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        slack = 1 + self.rounding.of_elements
         return Reach.of(
             self.out,
-            slack * sum(_times(self.out, x) * x.norm for x in reaches),
-            slack * sum(_row(self.out, x) for x in reaches),
-            slack * sum(x.entry for x in reaches),
+            self.slack * sum(map(self._whole, reaches)),
+            self.slack * sum(map(self._row, reaches)),
+            self.slack * sum(x.entry for x in reaches),
         )
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        slack = 1 + self.rounding.of_sum(math.prod(self.out))
-        return tuple(slack * _times(self.out, x) for x in reaches)
+        return tuple(self.summing * self._times(x) for x in reaches)
 
 
-class ProductRule(Rule):
+class ProductRule(BroadcastRule):
     """x * y, elementwise: each is the other's slope. If x is broadcast, |dx_j| <= |g| |y over j|."""
-
-    def __init__(self, out: Sequence[int], rounding: Rounding) -> None:
-        self.out, self.rounding = tuple(out), rounding
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         x, y = reaches
-        slack = 1 + self.rounding.of_elements
         return Reach.of(
             self.out,
-            slack * min(self._whole(x) * y.entry, self._whole(y) * x.entry),
-            slack * min(_row(self.out, x) * y.entry, _row(self.out, y) * x.entry),
-            slack * x.entry * y.entry,
+            self.slack * min(self._whole(x) * y.entry, self._whole(y) * x.entry),
+            self.slack * min(self._row(x) * y.entry, self._row(y) * x.entry),
+            self.slack * x.entry * y.entry,
         )
 
     def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        slack = 1 + self.rounding.of_sum(math.prod(self.out))
         return tuple(
-            slack * min(self._whole(other), _times(self.out, one) * other.entry)
+            self.summing * min(self._whole(other), self._times(one) * other.entry)
             for one, other in (reaches, reversed(reaches))
         )
-
-    def _whole(self, x: Reach) -> float:
-        return _times(self.out, x) * x.norm
 
 
 class JoinRule(Rule):
@@ -90,7 +74,7 @@ class JoinRule(Rule):
     splits_gradient = True
 
     def __init__(self, out: Sequence[int], along_rows: bool) -> None:
-        self.out, self.along_rows = tuple(out), along_rows
+        self.out, self.along_rows = out, along_rows
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         rows = [x.row for x in reaches]
@@ -115,8 +99,8 @@ class ParameterRule(Rule):
     def allowed(self, limit: float) -> dict[str, float]:
         return {"norm": limit, "entry": limit}
 
-    def limited(self, effort: Effort) -> Measurements:
-        return {"": self.measured(effort)["norm"]} if self.is_parameter else {}
+    def limited(self, norm: str) -> Measurements:
+        return {"": self.measured("spectral")["norm"]} if self.is_parameter else {}
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         return Reach.of(self.shape, norm=norms["norm"], entry=norms["entry"])
@@ -126,15 +110,3 @@ class ParameterRule(Rule):
 
     def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
         return {"": 1.0} if self.is_parameter else {}
-
-
-def _times(out: Sequence[int], x: Reach) -> float:
-    """The factor by which broadcasting increases the norm of x."""
-    return math.sqrt(math.prod(out) / x.size) if x.size else 1.0
-
-
-def _row(out: Sequence[int], x: Reach) -> float:
-    """x.row after broadcasting, which may repeat an entry along the last dimension."""
-    last = x.shape[-1] if x.shape else 1
-    wanted = out[-1] if out else 1
-    return x.row if last == wanted else math.sqrt(wanted) * x.entry

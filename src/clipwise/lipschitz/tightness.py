@@ -55,10 +55,7 @@ def tightness(
     for argument, given in (("inputs", inputs), ("targets", targets)):
         if not isinstance(given, Tensor) or given.dim() == 0:
             what = "a single number" if isinstance(given, Tensor) else type(given).__name__
-            raise ConfigurationError(
-                f"{argument} must be a tensor with the examples in its first dimension, not {what}: for an array "
-                "give torch.from_numpy(array)."
-            )
+            raise ConfigurationError(f"{argument} must be a tensor with the examples in its first axis, not {what}.")
     if len(inputs) == 0 or len(inputs) != len(targets):
         raise ConfigurationError("tightness: give at least one example, and as many targets as inputs.")
     network = trace(model, tuple(inputs.shape[1:]))
@@ -67,9 +64,8 @@ def tightness(
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name in bounds}
     if not parameters:
         raise ConfigurationError("model has no trainable parameter with a bound: every requires_grad is False.")
-    rows = [
-        _norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1]) for i in range(len(inputs))
-    ]
+    each = range(len(inputs))
+    rows = [_norms(model, loss, constant, parameters, inputs[i : i + 1], targets[i : i + 1]) for i in each]
     largest_P, examples_P = torch.tensor(rows, dtype=torch.float64).max(0)
     return {
         name: Tightness(bounds[name], norm, example)

@@ -18,9 +18,9 @@ from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.recurrent import RECURRENT
-from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
+from clipwise.lipschitz.rule import UNKNOWN, Call, PlainRule, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
-from clipwise.lipschitz.tensor_operations import MoveRule, ParameterRule
+from clipwise.lipschitz.tensor_operations import ParameterRule
 from clipwise.validation.arguments import plain, require_module
 
 # The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.
@@ -219,7 +219,7 @@ class _Walk:
             # The first result of a recurrent module is its output at every position.
             if arguments[1] != 0:
                 raise refusal(where, "the last state", "use output[:, -1], the last position, instead")
-            rule: Rule = MoveRule(value.shape[1:], is_same=True)
+            rule: Rule = PlainRule(lambda x: x, 1.0, is_view=True)
             (source,) = node.all_input_nodes
             self._operations.append(Operation(node.name, where, rule, (source.name,), {}))
             return
@@ -275,7 +275,7 @@ class _Walk:
                 raise refusal(node.name, node.target, f"it changes in place {reason}: leave inplace out")
             # A view shares memory with its base.
             rules = [op.rule for op in self._operations if op.name == changed.name]
-            changed = changed.args[0] if any(isinstance(rule, MoveRule) for rule in rules) else None
+            changed = changed.args[0] if any(getattr(rule, "is_view", False) for rule in rules) else None
 
     def _layer(self, node: fx.Node) -> nn.Module | None:
         return self._module.get_submodule(str(node.target)) if node.op == "call_module" else None

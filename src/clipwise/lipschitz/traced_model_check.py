@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
-from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -32,7 +30,6 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # torch's own attributes, compared sep
 _PLAIN = (numbers.Number, str, type(None), torch.dtype, torch.device)
 _ADDS = (operator.add, operator.iadd, torch.add, "add", operator.sub, torch.sub, "sub")
 _DROPS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_VALUES = operator.methodcaller("values")
 _UNTRACED = "a tensor that is not in the trace"
 
 Look = tuple[bool, list[Any]]  # of one module: its mode, and everything else
@@ -41,8 +38,7 @@ Look = tuple[bool, list[Any]]  # of one module: its mode, and everything else
 class AsTraced:
     """Records the state of a model and refuses the model if it would no longer compute its trace.
 
-    Usually a comparison of object identities is enough, with the contents of mutable attributes. Otherwise all
-    attributes are compared by value, a few microseconds per module; a new trace takes some milliseconds.
+    All attributes are compared by value, a few microseconds per module; a new trace takes some milliseconds.
     """
 
     def __init__(self, model: nn.Module, network: Network) -> None:
@@ -56,13 +52,10 @@ class AsTraced:
         self._remember()
 
     def require(self) -> None:
+        """Compare the model with its trace; trace it again if something differs."""
         require_no_global_hooks()
-        if not self._always_traces:
-            if self._glanced is not None and not any(self._hooks) and self._glance() == self._glanced:
-                return
-            if [self._look_at(m) for m in self._modules] == self._seen:
-                self._remember()
-                return
+        if not self._always_traces and [self._look_at(m) for m in self._modules] == self._seen:
+            return
         self._require_same_layers()
         self._require_same_graph(graph_again(self._model))
         self._remember()
@@ -81,34 +74,13 @@ class AsTraced:
         # Holding objects keeps their ids unique. Tensors are not held: they may be a whole batch.
         self._held = [v for m in self._modules for v in vars(m).values() if not isinstance(v, Tensor)]
         self._seen = [self._look_at(m) for m in self._modules]
-        self._attributes = list(map(vars, self._modules))
-        self._owned = [own for m in self._modules for own in (m._parameters, m._buffers, m._modules)]
-        self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
-        values = [v for some in self._attributes for name, v in some.items() if name not in _OF_TORCH]
-        self._writable = [v for v in values if _can_be_written_to(v)]
-        is_held = not any(isinstance(v, Tensor) for v in values)
-        self._glanced = self._glance() if is_held else None
-
-    def _glance(self) -> list[Any]:
-        """Attribute names and object ids of all modules, and the contents of mutable attributes."""
-        found = [list(map(type, self._modules)), [self._key(value) for value in self._writable]]
-        for those in (self._attributes, self._owned):
-            values = chain.from_iterable(map(_VALUES, those))
-            found += [list(chain.from_iterable(those)), list(map(id, values))]
-        return found
 
     def _look_at(self, module: nn.Module) -> Look:
-        found: list[Any] = [type(module)]
-        for own in (module._parameters, module._buffers):
-            found += own
-            found += [self._key(t) for t in own.values()]
-        found += module._modules
-        found += map(id, module._modules.values())
-        found += map(bool, _hooks_of(module))
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH:
-                found += (name, self._key(value))
-        return module.training, found
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        own = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+        found = [(name, self._key(value)) for name, value in (*tensors, *own)]
+        modules = [(name, id(child)) for name, child in module._modules.items()]
+        return module.training, [type(module), found, modules, [bool(getattr(module, hooks)) for hooks in HOOKS]]
 
     def _key(self, value: Any) -> Any:
         """Plain values by value, containers by contents, and other objects by identity."""
@@ -155,17 +127,6 @@ def _hides_a_number(step: Step) -> bool:
     """The 3 of x + 3, and the rate of a dropout: autograd graphs do not show them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout
-
-
-def _can_be_written_to(value: Any) -> bool:
-    """Whether `_key` may change for the same object."""
-    if isinstance(value, tuple):
-        return not all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, (list, dict)) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-
-
-def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
-    return [getattr(module, hooks) for hooks in HOOKS]
 
 
 def _replaced(what: str) -> StepError:

@@ -121,13 +121,12 @@ def _clip_operations_(
     network: Network, operations: Iterable[Operation], limits: Mapping[str, float], norm: str, rescales: bool = False
 ) -> dict[str, float]:
     """Copies all norms from the device at once. A parameter with several uses takes its largest norm."""
-    effort: Effort = "frobenius" if norm == "frobenius" else "spectral"
     by_row: dict[str, Tensor] = {}
     wanted: list[tuple[str, bool, Tensor | Wanted]] = []
     for op in operations:
         if not any(name in limits for name in op.parameters.values()):
             continue
-        for own, length in op.rule.limited(effort).items():
+        for own, length in op.rule.limited(norm).items():
             name = op.parameters[own]
             if name not in limits:
                 continue

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.arguments import one_of, require_module
 
 KINDS = ("exponential", "uniform")

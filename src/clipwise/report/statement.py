@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from clipwise.clipping.base import StatementText, recorded_strategy
+from clipwise.deprecation import renamed_fields
 from clipwise.engine.plan import delta_of
 from clipwise.errors import LedgerError
 from clipwise.ledger import ledger, multi_run
@@ -25,6 +26,7 @@ FORMAT = 1
 NOT_RECORDED = "not recorded (the ledger was written by an older version)"
 
 
+@renamed_fields(sittings="processes")
 @dataclass(frozen=True)
 class Statement:
     """A privacy statement, as text (`str`) or as JSON (`to_dict`).
@@ -34,7 +36,7 @@ class Statement:
         spent: the figures of the guarantee.
         history: all releases.
         risk: bounds on attacks.
-        sittings: the configuration of each process of the run, in order; the last one is in force.
+        processes: the configuration of each process of the run, in order; the last one is in force.
         dataset_size: the number of units, which is public; None if not recorded.
         declared: (kind, reason) of each change of the weights that the user declared.
         weights: whether the weights of the model are verified.
@@ -48,7 +50,7 @@ class Statement:
     spent: Spent
     history: tuple[Entry, ...]
     risk: Risk
-    sittings: tuple[About, ...]
+    processes: tuple[About, ...]
     dataset_size: int | None = None
     declared: tuple[tuple[str, str], ...] = ()
     weights: str = wording.NOT_CLOSED
@@ -58,11 +60,11 @@ class Statement:
     @property
     def about(self) -> About:
         """The configuration of the latest process."""
-        return self.sittings[-1] if self.sittings else About()
+        return self.processes[-1] if self.processes else About()
 
     def _combined(self, field: str, decisive: object) -> Any:
         """A field over all processes: `decisive` if any process has it, else None if any did not record it."""
-        values = [getattr(sitting, field) for sitting in self.sittings]
+        values = [getattr(process, field) for process in self.processes]
         return decisive if decisive in values else None if None in values or not values else values[-1]
 
     @property
@@ -74,7 +76,7 @@ class Statement:
     @property
     def draws(self) -> str | None:
         """The weakest source of randomness of random layers: "seeded" by the user, the run's "key", or None (torch)."""
-        sources = {sitting.draws for sitting in self.sittings}
+        sources = {process.draws for process in self.processes}
         return "seeded" if "seeded" in sources else "key" if sources == {"key"} else None
 
     @property
@@ -86,7 +88,7 @@ class Statement:
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
         """The tests of the loss that were planned in every process of the run; None if not recorded."""
-        planned = [sitting.planned_tests for sitting in self.sittings]
+        planned = [process.planned_tests for process in self.processes]
         if () in planned:
             return ()
         if not planned or None in planned:
@@ -109,7 +111,7 @@ class Statement:
         """The epsilon that no run could exceed; None if a run in the ledger has no budget."""
         if not self.is_shared:
             return self.about.budget
-        latest = {sitting.run: sitting.budget for sitting in self.sittings}
+        latest = {process.run: process.budget for process in self.processes}
         found = [latest.get(entry.run) for entry in self.history]
         return None if None in found else max(budget for budget in found if budget is not None)
 
@@ -132,9 +134,9 @@ class Statement:
         found += text.assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
-        if any(sitting.followed_metric for sitting in self.sittings):
+        if any(process.followed_metric for process in self.processes):
             found.append(wording.FOLLOWED_METRIC)
-        if any(sitting.penalised for sitting in self.sittings):
+        if any(process.penalised for process in self.processes):
             found.append(wording.PENALISED)
         found += wording.declared(self.declared)
         if self.is_shared:
@@ -258,7 +260,7 @@ class Statement:
         return text
 
     def _noise(self) -> str:
-        kinds = dict.fromkeys(sitting.noise for sitting in self.sittings)
+        kinds = dict.fromkeys(process.noise for process in self.processes)
         text = "; then ".join(NOT_RECORDED if k is None else wording.NOISE.get(k, k) for k in kinds)
         grids = [p.grid for p in self.about.parts or () if p.grid]
         if grids:
@@ -287,7 +289,7 @@ class Statement:
         if self.budget is not None:
             scope = " for all runs together" if self.is_shared else ""
             return [("budget", f"epsilon {self.budget:g}{scope}; a step that would exceed it is refused")]
-        if self.is_shared and any(sitting.budget is not None for sitting in self.sittings):
+        if self.is_shared and any(process.budget is not None for process in self.processes):
             return [("budget", "none for the ledger as a whole: some of its runs have no budget")]
         return []
 
@@ -302,9 +304,9 @@ class Statement:
     def _software(self) -> list[dict[str, str]]:
         """The distinct software versions of the run, in order."""
         found: list[dict[str, str]] = []
-        for sitting in self.sittings:
-            if sitting.versions and dict(sitting.versions) not in found:
-                found.append(dict(sitting.versions))
+        for process in self.processes:
+            if process.versions and dict(process.versions) not in found:
+                found.append(dict(process.versions))
         return found
 
 
@@ -337,7 +339,7 @@ def of_releases(
         sampling=event.sampling,
         steps=sum(entry.count for entry in history),
         accountant=accountant,
-        reproducible=any(sitting.seeded is True for sitting in facts.get("sittings", ())),
+        reproducible=any(process.seeded is True for process in facts.get("processes", ())),
         assumption=multi_run.assumption_of(history, accountant),
     )
     if multi_run.is_shared(history):
@@ -355,11 +357,11 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
     found = ledger.read(path)
     if not found.history:
         raise LedgerError(f"{path} holds no release: there is no statement to make.")
-    sittings = tuple(About.from_dict(about) for about in found.about)
+    processes = tuple(About.from_dict(about) for about in found.about)
     size = found.header.get("dataset_size")
     size = size if isinstance(size, int) else None
     if delta is None:
-        delta = sittings[-1].delta if sittings else None
+        delta = processes[-1].delta if processes else None
     if delta is None:
         delta = delta_of(None, None, size or 1)
     return of_releases(
@@ -368,7 +370,7 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         delta,
         plan=found.plan,
         run=found.run,
-        sittings=sittings,
+        processes=processes,
         dataset_size=size,
         exact=found.exact,
         declared=found.declared,

@@ -3,9 +3,9 @@
 from clipwise.sampling.base import Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.loader import Piece, PrivateLoader
-from clipwise.sampling.microbatches import ByBlock, ByIndex, BySize, ByUser, Cut, mini_sets_of
+from clipwise.sampling.microbatches import ByBlock, ByIndex, BySize, ByUser, Cut, microbatches_of
 from clipwise.sampling.schemes import (
-    DRAWN_BY_MINI_SETS,
+    DRAWN_BY_MICROBATCHES,
     FixedSize,
     Full,
     Partition,
@@ -16,7 +16,7 @@ from clipwise.sampling.schemes import (
 )
 
 __all__ = [
-    "DRAWN_BY_MINI_SETS",
+    "DRAWN_BY_MICROBATCHES",
     "ByBlock",
     "ByIndex",
     "BySize",
@@ -33,5 +33,5 @@ __all__ = [
     "Shuffled",
     "TruncatedPoisson",
     "make_scheme",
-    "mini_sets_of",
+    "microbatches_of",
 ]

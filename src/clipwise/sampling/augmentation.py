@@ -1,7 +1,7 @@
 """Random augmentations of images, drawn per example, and averages over several views of an example.
 
     views = augment.Views(8, augment.Crop(32, padding=4), augment.Flip())
-    private = make_private(..., averaged_views=views)
+    private = make_private(..., augmentation=views)
     for x, y in private.loader:  # eight rows per example
         private.step(F.cross_entropy(model(x), y, reduction="none") if len(x) else None)
 
@@ -79,7 +79,7 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw) -> None:
-        self.count = whole("averaged_views, Views: the number of views", count, least=1, most=_MOST_VIEWS)
+        self.count = whole("augmentation, Views: the number of views", count, least=1, most=_MOST_VIEWS)
         for draw in draws:
             if isinstance(draw, type) or not callable(draw):
                 raise ConfigurationError(
@@ -125,8 +125,8 @@ class Views:
         if not isinstance(batch, (tuple, list)) or not batch or not isinstance(batch[0], Tensor):
             raise ConfigurationError(
                 "Views with random changes needs batches whose first entry is a tensor of inputs, as in (inputs, "
-                "labels), or a mapping: return such batches from collate_fn, or give averaged_views=K and change the "
-                "rows in your loop."
+                "labels), or a mapping: return such batches from collate_fn, or give augmentation_multiplicity=K and "
+                "change the rows in your loop."
             )
         first, *others = batch
         return sequence_like(batch, [self.of(first, random), *(map_tensors(self.labels, other) for other in others)])
@@ -162,8 +162,8 @@ def _inputs_of(batch: Mapping[Any, Any]) -> Any:
         raise ConfigurationError(
             "Views with random changes needs one entry of the batch to be the inputs, and in this mapping "
             + ("no tensor" if not found else f"each of {', '.join(map(repr, found))}")
-            + " could be: return a tuple with the inputs first from collate_fn, or give averaged_views=K and change "
-            "the rows in your loop."
+            + " could be: return a tuple with the inputs first from collate_fn, or give augmentation_multiplicity=K "
+            "and change the rows in your loop."
         )
     return found[0]
 

@@ -33,7 +33,7 @@ class Scheme(ABC):
     """
 
     sampling: ClassVar[Sampling]
-    draws_by_mini_sets: ClassVar[bool] = False  # whether the draw depends on the number of microbatches
+    draws_by_microbatches: ClassVar[bool] = False  # whether the draw depends on the number of microbatches
     dataset_size: int
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Cuts the batch of a step into the pieces that the loader yields.
 
-A microbatch (the "group" of the papers; the argument is `mini_sets`) is a set of records whose mean gradient is clipped
-as a whole.
+A microbatch (the "group" of the papers; the argument is `microbatches`) is a set of records whose mean gradient is
+clipped as a whole.
 
 For a sum over examples any cut is correct. The microbatch of a record must not depend on the draw: it depends on the
 index of the record, on its block of the partition, or on its user. If batches were cut by position in the draw, one
@@ -67,16 +67,16 @@ class BySize(Cut):
 class ByIndex(Cut):
     """Record i is in microbatch i mod k. There are always k microbatches; some may be empty."""
 
-    mini_sets: int
+    microbatches: int
     may_be_empty: bool = True
 
     def __call__(self, drawn: Indices) -> list[Indices]:
-        microbatch = drawn % self.mini_sets
-        ends = np.cumsum(np.bincount(microbatch, minlength=self.mini_sets))
+        microbatch = drawn % self.microbatches
+        ends = np.cumsum(np.bincount(microbatch, minlength=self.microbatches))
         return np.split(drawn[np.argsort(microbatch, kind="stable")], ends[:-1])
 
     def most_pieces(self, largest_size: int) -> int:
-        return self.mini_sets
+        return self.microbatches
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ class ByUser(Cut):
         return [records.tolist() for records in self._records]
 
 
-def mini_sets_of(scheme: Scheme, count: int) -> Cut:
+def microbatches_of(scheme: Scheme, count: int) -> Cut:
     """The cut of a scheme's batches into `count` microbatches."""
     if scheme.block_size is not None:
         return ByBlock(scheme.block_size)
-    return ByIndex(count, may_be_empty=count > 1 and not scheme.draws_by_mini_sets)
+    return ByIndex(count, may_be_empty=count > 1 and not scheme.draws_by_microbatches)
 
 
 def _listed(ids: Any) -> list[Hashable]:

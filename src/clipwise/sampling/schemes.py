@@ -128,8 +128,8 @@ class _OfBatchSize(Scheme):
                 f"sampling={str(cls.sampling)!r} needs a whole number of records: give batch_size, not sample_rate."
             )
         arguments = [whole("batch_size", batch_size, least=1)]
-        if cls.draws_by_mini_sets:
-            arguments.append(whole("mini_sets", own.get("mini_sets", 1), least=1))
+        if cls.draws_by_microbatches:
+            arguments.append(whole("microbatches", own.get("microbatches", 1), least=1))
         return cls(dataset_size, *arguments)
 
     @property
@@ -142,32 +142,32 @@ class _OfBatchSize(Scheme):
 
 
 @dataclass(frozen=True)
-class _OfMiniSets(_OfBatchSize):
-    """A scheme whose draw depends on `mini_sets`, the number k of equally large microbatches of a batch."""
+class _OfMicrobatches(_OfBatchSize):
+    """A scheme whose draw depends on `microbatches`, the number k of equally large microbatches of a batch."""
 
-    draws_by_mini_sets: ClassVar[bool] = True
-    mini_sets: int = 1
+    draws_by_microbatches: ClassVar[bool] = True
+    microbatches: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("mini_sets", self.mini_sets, least=1)
-        if self.batch_size % self.mini_sets:
+        whole("microbatches", self.microbatches, least=1)
+        if self.batch_size % self.microbatches:
             raise ConfigurationError(
-                f"mini_sets={self.mini_sets} must divide batch_size={self.batch_size}: microbatches are equally large."
+                f"microbatches={self.microbatches} must divide batch_size={self.batch_size}: all have the same size."
             )
 
     @property
-    def mini_set_size(self) -> int:
-        """b = B / mini_sets."""
-        return self.batch_size // self.mini_sets
+    def microbatch_size(self) -> int:
+        """b = B / microbatches."""
+        return self.batch_size // self.microbatches
 
 
 @dataclass(frozen=True)
-class FixedSize(_OfMiniSets):
+class FixedSize(_OfMicrobatches):
     """A fresh uniform subset of `batch_size` units in each step.
 
-    With k = `mini_sets` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices. The
-    amplification proof replaces a drawn unit by another one. Drawn from all units, that one could belong to another
+    With k = `microbatches` it is a uniform subset of b = B / k units of each class j, j + k, j + 2k, ... of indices.
+    The amplification proof replaces a drawn unit by another one. Drawn from all units, that one could belong to another
     microbatch. Then two microbatches would change, but the sensitivity is that of one.
     """
 
@@ -176,7 +176,7 @@ class FixedSize(_OfMiniSets):
     @property
     def sample_rate(self) -> float:
         """b over the size of the smallest class; B / N for a single class."""
-        return self.mini_set_size / (self.dataset_size // self.mini_sets)
+        return self.microbatch_size / (self.dataset_size // self.microbatches)
 
     @property
     def expected_size(self) -> float:
@@ -184,17 +184,17 @@ class FixedSize(_OfMiniSets):
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """A uniform subset of b units of each class, independently of the other classes."""
-        random, k = generator_of(step_secret), self.mini_sets
+        random, k = generator_of(step_secret), self.microbatches
         if k == 1:
             return subset(random, self.dataset_size, self.batch_size)
         sizes = [len(range(j, self.dataset_size, k)) for j in range(k)]
-        drawn = [j + k * subset(random, size, self.mini_set_size) for j, size in enumerate(sizes)]
+        drawn = [j + k * subset(random, size, self.microbatch_size) for j, size in enumerate(sizes)]
         return np.sort(np.concatenate(drawn))
 
 
 @dataclass(frozen=True)
-class Partition(_OfMiniSets):
-    """A uniform choice, in each step, of `mini_sets` blocks of a partition into blocks of B / mini_sets units.
+class Partition(_OfMicrobatches):
+    """A uniform choice, in each step, of `microbatches` blocks of a partition into blocks of B / microbatches units.
 
     The blocks are the units 0..b-1, b..2b-1, and so on; the last block is shorter if b does not divide N. A unit
     changes one block only. If each block is clipped as a whole, choosing k of n blocks is equivalent to choosing k of n
@@ -206,7 +206,7 @@ class Partition(_OfMiniSets):
 
     @property
     def block_size(self) -> int:
-        return self.mini_set_size
+        return self.microbatch_size
 
     @property
     def blocks(self) -> int:
@@ -214,18 +214,18 @@ class Partition(_OfMiniSets):
 
     @property
     def sample_rate(self) -> float:
-        return self.mini_sets / self.blocks
+        return self.microbatches / self.blocks
 
     @property
     def expected_size(self) -> float:
-        return self.mini_sets * self.dataset_size / self.blocks
+        return self.microbatches * self.dataset_size / self.blocks
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         random, size = generator_of(step_secret), self.block_size
-        if self.mini_sets == 1:
+        if self.microbatches == 1:
             chosen = random.integers(self.blocks, size=1)
         else:
-            chosen = subset(random, self.blocks, self.mini_sets)
+            chosen = subset(random, self.blocks, self.microbatches)
         units = (chosen[:, None] * size + np.arange(size)).ravel()
         return units[units < self.dataset_size].astype(np.int64)
 
@@ -287,7 +287,7 @@ class Full(Scheme):
 SCHEMES: dict[Sampling, type[Scheme]] = {
     scheme.sampling: scheme for scheme in (Poisson, TruncatedPoisson, FixedSize, Partition, Shuffled, Full)
 }
-DRAWN_BY_MINI_SETS = tuple(sampling for sampling, scheme in SCHEMES.items() if scheme.draws_by_mini_sets)
+DRAWN_BY_MICROBATCHES = tuple(sampling for sampling, scheme in SCHEMES.items() if scheme.draws_by_microbatches)
 
 
 def make_scheme(
@@ -297,7 +297,7 @@ def make_scheme(
     sample_rate: float | None = None,
     *,
     max_batch_size: int | None = None,
-    mini_sets: int = 1,
+    microbatches: int = 1,
 ) -> Scheme:
     """Make the scheme with this name.
 
@@ -308,17 +308,18 @@ def make_scheme(
         sample_rate: q, in place of `batch_size`, for 'poisson' and 'truncated-poisson' only.
         max_batch_size: for 'truncated-poisson', the largest batch size. The default is so high that truncation costs
             no privacy.
-        mini_sets: for 'partition', the number of blocks in a batch; for 'fixed-size', the number of index classes.
+        microbatches: for 'partition', the number of blocks in a batch; for 'fixed-size', the number of index classes.
     """
     scheme = SCHEMES[one_of("sampling", sampling, Sampling)]
     if max_batch_size is not None and scheme is not TruncatedPoisson:
         raise ConfigurationError("max_batch_size is for sampling='truncated-poisson' only: leave it out.")
-    if mini_sets != 1 and not scheme.draws_by_mini_sets:
+    if microbatches != 1 and not scheme.draws_by_microbatches:
         raise ConfigurationError(
-            "mini_sets is for sampling='partition' or 'fixed-size' only, whose draws depend on it: leave it out."
+            f"microbatches={microbatches!r} is for sampling='partition' or 'fixed-size' only, whose draws depend on "
+            "it: leave it out."
         )
     size = whole("dataset_size", dataset_size, least=1)
-    return scheme.make(size, batch_size, sample_rate, max_batch_size=max_batch_size, mini_sets=mini_sets)
+    return scheme.make(size, batch_size, sample_rate, max_batch_size=max_batch_size, microbatches=microbatches)
 
 
 def _require_one_size(batch_size: Any, sample_rate: Any) -> None:

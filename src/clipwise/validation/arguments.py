@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import nn
 
+from clipwise.deprecation import VALUES, warn
 from clipwise.errors import ClipwiseError, ConfigurationError
 
 
@@ -114,6 +115,9 @@ def whole(name: str, value: Any, least: int = 0, most: int | None = None) -> int
 def one_of(name: str, value: Any, allowed: Iterable[Any]) -> Any:
     """Return the member of `allowed` that `value` is or names, or raise."""
     members = list(allowed)
+    if isinstance(value, str) and (new := VALUES.get(value)) in members:
+        warn(f"{name}={value!r}", repr(new))
+        value = new
     for member in members:
         if isinstance(value, str) and value in (member, str(member)):
             return member

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, Su
 
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.sampling.base import Indices
 
 _Source = tuple[Hashable, Indices]  # an object or a device, and record indices or addresses in it
@@ -27,7 +27,7 @@ _Source = tuple[Hashable, Indices]  # an object or a device, and record indices 
 def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatistics) -> None:
     """Raise if public data shares records with the private data set. Copies of private records are not detected."""
     used = [("public rows of normalization layers", rows) for rows in statistics.public_rows()]
-    used += [(f"Public({public.name})", public.data) for public in strategy.public_data()]
+    used += [(f"PublicData({public.name})", public.data) for public in strategy.public_data()]
     private = _gathered(_sources(dataset)) if used else {}
     for name, data in used:
         public = _gathered(_sources(data, in_batches=isinstance(data, (list, tuple))))

@@ -191,7 +191,7 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
             _warn(
                 f"Parameter {name!r} is trained by another private run that is still open. Their privacy losses add "
                 "up, and neither run counts the other: close the first one, or give both the same ledger.",
-                depth=6,
+                depth=7,
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})

@@ -15,10 +15,10 @@ from torch import nn
 
 from clipwise import PerExample
 from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.decay import Decay
-from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.decay import NormDecay
+from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.typical import floored, mean_norms
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Adjacency, effective_multiplier
 from tests.clipping.policies import POLICIES, loss, policy, public, rows, small_model
@@ -29,9 +29,11 @@ from tests.sites import site
 LAYERS = {h: [f"{h}.weight", f"{h}.bias"] for h in ("0", "2", "4")}
 
 
-def known(count: int = 10) -> Public:
+def known(count: int = 10) -> PublicData:
     """For the network of `private_run`, in whatever type it computes."""
-    return Public(data(count, seed=9), lambda model, x, y: losses_of(model, (x.to(next(model.parameters()).dtype), y)))
+    return PublicData(
+        data(count, seed=9), lambda model, x, y: losses_of(model, (x.to(next(model.parameters()).dtype), y))
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,8 @@ def known(count: int = 10) -> Public:
         ({"every": 0}, "every=0 is not known"),
         ({"every": "step"}, "every='step' is not known"),
         ({"every": True}, "every=True is not known"),
-        ({"mini_set_size": 3}, "mini_set_size=3 .* requires of='mini-set'"),
-        ({"of": "mini-set", "mini_set_size": 0}, "mini_set_size=0 must be a whole number"),
+        ({"microbatch_size": 3}, "microbatch_size=3 .* requires of='microbatch'"),
+        ({"of": "microbatch", "microbatch_size": 0}, "microbatch_size=0 must be a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words: str) -> None:
@@ -55,22 +57,22 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 
 def test_norms_themselves_are_not_to_be_had_from_releases() -> None:
     with pytest.raises(ConfigurationError, match="Adaptive: kind='zhang' requires norms"):
-        Adaptive(Released(), kind="zhang")
+        Adaptive(ReleasedNorms(), kind="zhang")
 
 
-def test_given_batches_are_the_mini_sets() -> None:
-    rule = Adaptive(Public([[rows(3)]], loss), of="mini-set", mini_set_size=2)
-    with pytest.raises(ConfigurationError, match="mini_set_size: not supported with public data in batches"):
+def test_given_batches_are_the_microbatches() -> None:
+    rule = Adaptive(PublicData([[rows(3)]], loss), of="microbatch", microbatch_size=2)
+    with pytest.raises(ConfigurationError, match="microbatch_size: not supported with public data in batches"):
         rule.constants(1.0, site(small_model()))
 
 
 def test_a_bound_for_each_part_is_refused_with_a_policy() -> None:
-    for norm in ({"0": 1.0, "2": 1.0, "4": 1.0}, Decay({"0": 1.0, "2": 1.0, "4": 1.0}, 0.9)):
+    for norm in ({"0": 1.0, "2": 1.0, "4": 1.0}, NormDecay({"0": 1.0, "2": 1.0, "4": 1.0}, 0.9)):
         with pytest.raises(ConfigurationError, match=r"max_norm must be a number with parts=Adaptive\(\.\.\.\)"):
             PerExample(norm, Adaptive(public())).attach(site(small_model()))
 
 
-@pytest.mark.parametrize("of", ["example", "mini-set"])
+@pytest.mark.parametrize("of", ["example", "microbatch"])
 @pytest.mark.parametrize("C", [0.01, 1.0, 30.0])
 def test_the_bounds_are_those_of_the_definition(C: float, of: str) -> None:
     on = small_model()
@@ -90,8 +92,8 @@ def test_the_bounds_are_those_of_the_definition(C: float, of: str) -> None:
 def test_tf32_products_widen_every_bound() -> None:
     for name in POLICIES:
         plain, tf32 = (
-            PerExample(0.5, policy(name, public()), products=products).attach(site(small_model()))
-            for products in ("ieee", "tf32")
+            PerExample(0.5, policy(name, public()), matmul_precision=matmul_precision).attach(site(small_model()))
+            for matmul_precision in ("ieee", "tf32")
         )
         for a, b in zip(plain.bounds, tf32.bounds, strict=True):
             assert b.sensitivity == pytest.approx(a.sensitivity * (1 + 2**-6)) and a.scales == b.scales
@@ -105,10 +107,10 @@ def test_a_layer_without_any_gradient_keeps_a_bound() -> None:
     assert [b.sensitivity for b in bounds] == pytest.approx([0.002, 0.002, 2.0])
 
 
-@pytest.mark.parametrize("of", ["example", "mini-set"])
+@pytest.mark.parametrize("of", ["example", "microbatch"])
 def test_a_public_loss_whose_gradient_is_0_is_refused(of: str) -> None:
     """Norms are upper bounds, so that 0 may come out as something tiny: it is no norm to go by."""
-    nothing = Public([(rows(8).float(),)], lambda model, x: 0 * model(x).flatten(1).sum(1))
+    nothing = PublicData([(rows(8).float(),)], lambda model, x: 0 * model(x).flatten(1).sum(1))
     with pytest.raises(ConfigurationError, match="every gradient is 0"):
         PerExample(1.0, Adaptive(nothing, of=of)).attach(site(small_model().float()))
 
@@ -184,7 +186,7 @@ def test_pieces_of_a_batch_change_nothing_but_the_draw(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_run_that_is_resumed_goes_on_exactly(name: str, tmp_path: Path) -> None:
     def begun(ledger: str, seed: int = 0) -> tuple[nn.Module, Any]:
-        clipping = PerExample(Decay(0.8, 0.9, every=3), in_a_run(name))
+        clipping = PerExample(NormDecay(0.8, 0.9, every=3), in_a_run(name))
         return private_run(network(seed=seed), clipping=clipping, seed=4, ledger=tmp_path / ledger)
 
     whole, private = begun("whole")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clipwise import PerExample, Quantile
 from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.decay import Decay
+from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import effective_multiplier
 from tests.clipping.contrib.test_adaptive import known
@@ -25,32 +25,32 @@ QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 @pytest.mark.parametrize("factor", [0, 1.5, -0.5, math.nan, True, "0.9", None], ids=repr)
 def test_a_factor_lies_between_0_and_1(factor: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Decay: factor must be a number above 0 and at most 1"):
-        Decay(1.0, factor)
+    with pytest.raises(ConfigurationError, match="NormDecay: factor must be a number above 0 and at most 1"):
+        NormDecay(1.0, factor)
 
 
 @pytest.mark.parametrize("every", [0, None, "step", 1.0], ids=repr)
 def test_it_happens_every_epoch_or_so_many_steps(every: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Decay: every="):
-        Decay(1.0, 0.9, every)
+    with pytest.raises(ConfigurationError, match="NormDecay: every="):
+        NormDecay(1.0, 0.9, every)
 
 
 @pytest.mark.parametrize("norm", [0, -1.0, math.inf, "1", None, {"0": 0.0}], ids=repr)
 def test_it_begins_at_a_positive_number(norm: Any) -> None:
     with pytest.raises(ConfigurationError, match="max_norm must be a positive, finite number"):
-        PerExample(Decay(norm, 0.9))
+        PerExample(NormDecay(norm, 0.9))
 
 
-@pytest.mark.parametrize("norm", [Quantile(), Decay(1.0, 0.5)], ids=["quantile", "decay"])
+@pytest.mark.parametrize("norm", [Quantile(), NormDecay(1.0, 0.5)], ids=["quantile", "decay"])
 def test_a_bound_that_moves_already_is_refused(norm: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Decay: max_norm must be a number, or one for each part"):
-        PerExample(Decay(norm, 0.9))
+    with pytest.raises(ConfigurationError, match="NormDecay: max_norm must be a number, or one for each part"):
+        PerExample(NormDecay(norm, 0.9))
 
 
 @QUICK
 @given(st.floats(0.01, 1), st.integers(1, 5), st.integers(1, 30), st.sampled_from(["all", "layer", "tensor"]))
 def test_the_bound_is_that_of_the_formula(factor: float, every: int, steps: int, parts: str) -> None:
-    clipper = PerExample(Decay(3.0, factor, every), parts).attach(site(small_model()))
+    clipper = PerExample(NormDecay(3.0, factor, every), parts).attach(site(small_model()))
     start = [b.sensitivity for b in PerExample(3.0, parts).attach(site(small_model())).bounds]
     assert [b.sensitivity for b in clipper.bounds] == start
     for t in range(1, steps + 1):
@@ -60,13 +60,13 @@ def test_the_bound_is_that_of_the_formula(factor: float, every: int, steps: int,
 
 
 def test_one_number_for_each_part() -> None:
-    clipper = PerExample(Decay({"0": 1.0, "2": 2.0, "4": 4.0}, 0.5, every=1), "layer").attach(site(small_model()))
+    clipper = PerExample(NormDecay({"0": 1.0, "2": 2.0, "4": 4.0}, 0.5, every=1), "layer").attach(site(small_model()))
     clipper.learn({})
     assert [b.sensitivity for b in clipper.bounds] == [0.5, 1.0, 2.0]
 
 
 def test_an_epoch_is_that_of_the_scheme() -> None:
-    clipper = PerExample(Decay(1.0, 0.5)).attach(site(small_model()))  # 10 of 1000
+    clipper = PerExample(NormDecay(1.0, 0.5)).attach(site(small_model()))  # 10 of 1000
     assert [t for t in range(1, 301) if clipper.learn({})] == [100, 200, 300]
 
 
@@ -74,11 +74,11 @@ def test_an_epoch_is_that_of_the_scheme() -> None:
 def test_bounds_last_until_the_first_of_both_changes(every: int, inner: int | None, lasts: int) -> None:
     on = small_model()
     parts = Adaptive(public(), every=inner)
-    assert PerExample(Decay(1.0, 0.5, every=every), parts).attach(site(on)).lasts == lasts
+    assert PerExample(NormDecay(1.0, 0.5, every=every), parts).attach(site(on)).lasts == lasts
 
 
 def test_a_long_run_ends_at_a_millionth() -> None:
-    clipper = PerExample(Decay(2.0, 0.01, every=1)).attach(site(small_model()))
+    clipper = PerExample(NormDecay(2.0, 0.01, every=1)).attach(site(small_model()))
     for _ in range(2000):
         clipper.learn({})
     assert clipper.bounds[0].sensitivity == 2e-6
@@ -88,7 +88,7 @@ def test_a_long_run_ends_at_a_millionth() -> None:
 def test_with_a_policy_everything_shrinks_together(name: str) -> None:
     on = small_model()
     plain, decaying = (
-        PerExample(norm, policy(name, public())).attach(site(on)) for norm in (0.6, Decay(0.6, 0.5, every=1))
+        PerExample(norm, policy(name, public())).attach(site(on)) for norm in (0.6, NormDecay(0.6, 0.5, every=1))
     )
     assert plain.bounds == decaying.bounds and plain.divisor == decaying.divisor
     assert plain.draws == decaying.draws
@@ -104,7 +104,7 @@ def test_with_a_policy_everything_shrinks_together(name: str) -> None:
 
 @pytest.mark.parametrize("parts", ["all", "layer", Adaptive(known(), every=2)], ids=["all", "layer", "adaptive"])
 def test_the_event_stays_and_the_noise_follows(parts: Any) -> None:
-    on, private = private_run(clipping=PerExample(Decay(1.0, 0.5), parts), noise_multiplier=0.9)
+    on, private = private_run(clipping=PerExample(NormDecay(1.0, 0.5), parts), noise_multiplier=0.9)
     stds = []
     for _ in range(3):
         stds.append(sum(p.noise_std for p in private.parts()))
@@ -117,7 +117,7 @@ def test_the_event_stays_and_the_noise_follows(parts: Any) -> None:
 
 
 def test_a_state_goes_back_to_where_it_was() -> None:
-    strategy = PerExample(Decay(1.0, 0.5, every=2))
+    strategy = PerExample(NormDecay(1.0, 0.5, every=2))
     one, other = (strategy.attach(site(small_model())) for _ in range(2))
     for _ in range(5):
         one.learn({})

@@ -14,7 +14,7 @@ from clipwise import PerExample
 from clipwise.clipping import noised_parts
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.multipliers import Multipliers, multipliers
-from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.typical import mean_norms
 from clipwise.errors import ConfigurationError
 from tests.clipping.contrib.test_adaptive import LAYERS, known
@@ -62,8 +62,8 @@ def test_the_factors_are_those_that_are_printed() -> None:
 def test_how_long_a_scaled_gradient_is_belongs_to_the_configuration() -> None:
     assert Multipliers(public()).describe()["keep_length"] is False
     assert Multipliers(public(), keep_length=True).describe()["keep_length"] is True
-    assert Multipliers(Released()).describe()["keep_length"] is True  # ratios do not give a norm
-    assert Multipliers(Released(), kind="paper").describe()["keep_length"] is False  # no norm is needed
+    assert Multipliers(ReleasedNorms()).describe()["keep_length"] is True  # ratios do not give a norm
+    assert Multipliers(ReleasedNorms(), kind="paper").describe()["keep_length"] is False  # no norm is needed
 
 
 @QUICK
@@ -167,10 +167,10 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], words:
 
 def test_typical_gradients_are_no_measure_without_public_data() -> None:
     with pytest.raises(ConfigurationError, match="Multipliers: relative=True requires norms"):
-        Multipliers(Released(), relative=True)
+        Multipliers(ReleasedNorms(), relative=True)
 
 
 def test_without_any_release_all_coordinates_are_alike() -> None:
     """Then the optimal factors are all 1, and the clip is flat."""
-    (bound,) = PerExample(0.8, Multipliers(Released())).attach(site(small_model())).bounds
+    (bound,) = PerExample(0.8, Multipliers(ReleasedNorms())).attach(site(small_model())).bounds
     assert bound.scales == pytest.approx((1.0,) * 6) and bound.sensitivity == 0.8

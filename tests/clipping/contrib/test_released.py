@@ -15,7 +15,7 @@ from clipwise.clipping import noised_parts
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.multipliers import Multipliers, multipliers
-from clipwise.clipping.contrib.released import Estimated, Released
+from clipwise.clipping.contrib.released import Estimated, ReleasedNorms
 from clipwise.clipping.contrib.typical import Question
 from clipwise.clipping.grouping import Policy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
@@ -29,7 +29,7 @@ from tests.sites import site
 
 
 def estimated(memory: float = 0.9) -> Estimated:
-    return Estimated(Released(memory), Question(site(small_model()), LAYERS))
+    return Estimated(ReleasedNorms(memory), Question(site(small_model()), LAYERS))
 
 
 def release(norms: dict[str, float], noise: float, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -46,8 +46,8 @@ def release(norms: dict[str, float], noise: float, seed: int) -> tuple[dict[str,
 
 @pytest.mark.parametrize("memory", [1, -0.1, True, "0.9", math.nan], ids=repr)
 def test_memory_is_a_share_below_1(memory: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Released: memory"):
-        Released(memory)
+    with pytest.raises(ConfigurationError, match="ReleasedNorms: memory"):
+        ReleasedNorms(memory)
 
 
 def test_without_noise_it_is_the_norm() -> None:
@@ -60,7 +60,7 @@ def test_without_noise_it_is_the_norm() -> None:
 def test_the_energy_of_the_noise_is_taken_off() -> None:
     """Here it is larger than that of the gradient: 40 coordinates in the first layer."""
     typical, truth = estimated(memory=0.999), {"0": 3.0, "2": 1.0, "4": 0.5}
-    for seed in range(4000):
+    for seed in range(2000):
         typical.observe(*release(truth, 0.7, seed))
     assert typical.renew()
     assert typical.norms == pytest.approx(truth, rel=0.15)
@@ -102,13 +102,13 @@ def test_a_release_that_is_not_finite_is_passed_over() -> None:
 
 def test_it_refuses_to_guess_the_noise() -> None:
     means, _ = release({"0": 3.0, "2": 1.0, "4": 1.0}, 0.0, seed=0)
-    with pytest.raises(StepError, match=r"Released.*noise"):
+    with pytest.raises(StepError, match=r"ReleasedNorms.*noise"):
         estimated().observe(means, {})
 
 
 def test_the_noise_of_a_release_is_that_of_its_parts() -> None:
     """s / (m L), with the factors and the divisor of the strategy."""
-    clipper = PerExample(1.0, Multipliers(Released())).attach(site(small_model()))
+    clipper = PerExample(1.0, Multipliers(ReleasedNorms())).attach(site(small_model()))
     clipper.parts = (Part("all", ("a", "b"), 1.0, 3.0, scales=(2.0, 0.5)), Part("rest", ("c",), 1.0, 7.0))
     assert clipper.noise == pytest.approx({"a": 0.15, "b": 0.6, "c": 0.7})
 
@@ -116,7 +116,9 @@ def test_the_noise_of_a_release_is_that_of_its_parts() -> None:
 @pytest.mark.parametrize("kind", ["bounds", "multipliers"])
 def test_constants_follow_what_was_released(kind: str) -> None:
     on, e = small_model(), {"0": 0.1, "2": 0.4, "4": 2.0}
-    rule: Policy = Adaptive(Released(0.5), every=2) if kind == "bounds" else Multipliers(Released(0.5), every=2)
+    rule: Policy = (
+        Adaptive(ReleasedNorms(0.5), every=2) if kind == "bounds" else Multipliers(ReleasedNorms(0.5), every=2)
+    )
     clipper = PerExample(0.7, rule).attach(site(on))
     for step in range(4):
         clipper.parts = noised_parts(clipper.bounds, trainable(on), 1e-9, "optimal", clipper.divisor)
@@ -137,8 +139,8 @@ def test_constants_follow_what_was_released(kind: str) -> None:
 @pytest.mark.parametrize("policy", [Adaptive, Multipliers])
 def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
     """Written down a second time: from the gradients that the run left in `.grad`."""
-    on, private = private_run(clipping=PerExample(0.8, policy(Released(0.7), every=1)), noise_multiplier=z)
-    second = Estimated(Released(0.7), Question(site(network()), RUN_LAYERS))
+    on, private = private_run(clipping=PerExample(0.8, policy(ReleasedNorms(0.7), every=1)), noise_multiplier=z)
+    second = Estimated(ReleasedNorms(0.7), Question(site(network()), RUN_LAYERS))
     for _ in range(2):
         for batch in private.loader:
             L, noise = private._context.clipper.divisor, {}
@@ -157,7 +159,7 @@ def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
 def test_rules_that_never_look_again_are_refused() -> None:
     for rule in (Adaptive, Multipliers, ByNorm):
         with pytest.raises(ConfigurationError, match=f"{rule.__name__}: every=None"):
-            rule(Released(), every=None)
+            rule(ReleasedNorms(), every=None)
 
 
 def test_a_state_goes_back_to_where_it_was() -> None:

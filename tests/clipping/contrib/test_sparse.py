@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise import Adaptive, Batch, Decay, Multipliers, PerExample, Quantile, Released
+from clipwise import Batch, PerExample, Quantile
 from clipwise.clipping import Clipper, Strategy, noised_parts
 from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.contrib import Adaptive, Multipliers, NormDecay, ReleasedNorms
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.privacy import effective_multiplier
 from tests.clipping.policies import small_model
@@ -243,7 +244,7 @@ def test_the_optimal_split_counts_the_entries_that_are_left() -> None:
 
 def test_other_rules_go_on_beneath() -> None:
     model = small_model()
-    clipper = attach(PerExample(Decay(0.7, 0.5, every=4), sparse=Sparse(T)), model)
+    clipper = attach(PerExample(NormDecay(0.7, 0.5, every=4), sparse=Sparse(T)), model)
     masks = random_masks(model)
     changed = [clipper.learn(r) for r in releases(clipper, masks, length=12)]
     assert [t for t, c in enumerate(changed, 1) if c] == [4, 8, 10, 12]
@@ -291,8 +292,9 @@ def test_an_update_of_ones_own_is_put_back_with_the_next_batch() -> None:
         private.optimizer.step()
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, PerExample(0.7, Multipliers(Released(), every=5), sparse=Sparse(T)),
-                                      PerExample(0.7, Adaptive(Released(), every=3), sparse=Sparse(T))],
+@pytest.mark.parametrize("strategy", [*STRATEGIES,
+                                      PerExample(0.7, Multipliers(ReleasedNorms(), every=5), sparse=Sparse(T)),
+                                      PerExample(0.7, Adaptive(ReleasedNorms(), every=3), sparse=Sparse(T))],
                          ids=["per example", "batch", "multipliers", "adaptive"])  # fmt: skip
 def test_every_step_has_the_multiplier_that_is_charged(strategy: Strategy) -> None:
     model = network()
@@ -319,7 +321,7 @@ def test_a_run_continues_when_everything_is_frozen() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [*STRATEGIES, Batch(0.7, mini_sets=4, parts="layer", sparse=Sparse(T))],  # the last one adds up in float64
+    [*STRATEGIES, Batch(0.7, microbatches=4, parts="layer", sparse=Sparse(T))],  # the last one adds up in float64
     ids=["per example", "batch", "microbatches"],
 )
 @pytest.mark.parametrize("made", [2 * T, 2 * T + 3])
@@ -415,7 +417,7 @@ def test_a_damaged_state_is_refused(damaged: dict[str, Any]) -> None:
 
 
 def test_a_state_brings_back_what_the_bounds_follow_besides() -> None:
-    strategy = PerExample(Decay(0.7, 0.5, every=3), "layer", sparse=Sparse(T))
+    strategy = PerExample(NormDecay(0.7, 0.5, every=3), "layer", sparse=Sparse(T))
     one, other = (attach(strategy, small_model()) for _ in range(2))
     freeze(one, random_masks(small_model()))
     assert other.load_state_dict(one.state_dict()) and other.bounds == one.bounds

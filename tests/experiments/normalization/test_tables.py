@@ -16,7 +16,7 @@ BY_NAME = {table.name: table for table in TABLES}
 
 def test_tables_2_to_7_are_there_and_the_two_that_matter_come_first():
     assert [table.name for table in TABLES[:2]] == ["5", "2"]
-    assert {table.name for table in TABLES} == {"2", "3", "4", "5", "5-mini-sets", "6", "6-scratch", "7"}
+    assert {table.name for table in TABLES} == {"2", "3", "4", "5", "5-microbatches", "6", "6-scratch", "7"}
     for table in TABLES:
         assert bool(table.shortened) == (table.name not in ("2", "5")), table.name
 

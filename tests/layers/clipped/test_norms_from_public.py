@@ -209,7 +209,7 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_the_argument(what: st
 def test_a_quantile_is_a_number_between_0_and_1(quantile: Any) -> None:
     with pytest.raises(ConfigurationError, match="quantile must be a finite number"):
         norms_from_public(mlp(), losses_of, rows(), quantile)
-    with pytest.raises(ConfigurationError, match=r"quantile=1.5 .* between 0 and 1"):
+    with pytest.raises(ConfigurationError, match="quantile must be a finite number that is at least 0 and at most 1"):
         norms_from_public(mlp(), losses_of, rows(), 1.5)
 
 

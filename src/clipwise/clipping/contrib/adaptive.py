@@ -11,11 +11,13 @@ from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
 from clipwise.clipping.grouping import Groups
 from clipwise.clipping.thresholds import Constants
+from clipwise.deprecation import renamed_fields
 from clipwise.validation.arguments import one_of
 
 KINDS = ("enhanced", "zhang")
 
 
+@renamed_fields(mini_set_size="microbatch_size")
 @dataclass(frozen=True)
 class Adaptive(NormPolicy):
     """Adaptive layerwise clipping: part h is clipped to C_h, which is proportional to its typical norm e_h.
@@ -26,14 +28,14 @@ class Adaptive(NormPolicy):
     An e_h below a thousandth of the largest is raised to that value, so that no C_h is 0.
 
     Args:
-        public: `Public` data on which e_h is measured, or `Released()` (with "enhanced" only).
+        public: `PublicData` on which e_h is measured, or `ReleasedNorms()` (with "enhanced" only).
         kind: "enhanced" or "zhang".
-        of: "example": e_h is the mean norm of an example's gradient; "mini-set": of the mean gradient of a microbatch,
-            for `Batch`.
+        of: "example": e_h is the mean norm of an example's gradient; "microbatch": of the mean gradient of a
+            microbatch, for `Batch`.
         every: "epoch" or a number of steps after which e_h is measured again at the current weights; None measures
             once, at the start.
         groups: the parts: "layer", "tensor", or lists of names, as for `parts` itself.
-        mini_set_size: the number of examples per microbatch; by default the batch size of the public data.
+        microbatch_size: the number of examples per microbatch; by default the batch size of the public data.
 
     Guarantee:
         - That of the strategy, with sensitivity C_h or 2 C_h of part h. All parts are one Gaussian mechanism.
@@ -46,7 +48,7 @@ class Adaptive(NormPolicy):
     of: str = "example"
     every: Every = "epoch"
     groups: Groups = "layer"
-    mini_set_size: int | None = None
+    microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
         self.require_measurable()

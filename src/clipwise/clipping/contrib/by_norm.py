@@ -13,9 +13,11 @@ from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
 from clipwise.clipping.grouping import Groups
 from clipwise.clipping.thresholds import Constants
+from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError
 
 
+@renamed_fields(mini_set_size="microbatch_size")
 @dataclass(frozen=True)
 class ByNorm(NormPolicy):
     """Groups of layers with similar typical norms, the smallest first.
@@ -26,10 +28,10 @@ class ByNorm(NormPolicy):
         C_k = C E_k / sqrt(sum_j E_j^2),   C = max_norm, the total: sum_k C_k^2 = C^2
 
     Args:
-        public: `Public` data on which e_h is measured, or `Released()`, which needs `every`.
+        public: `PublicData` on which e_h is measured, or `ReleasedNorms()`, which needs `every`.
         groups: the number of groups; at most the number of layers is used.
         among: what is grouped: "layer", "tensor", or lists of names.
-        of, mini_set_size: as in `Adaptive`.
+        of, microbatch_size: as in `Adaptive`.
         every: "epoch" or a number of steps after which norms are measured and layers grouped again; by default
             once, at the start.
 
@@ -46,7 +48,7 @@ class ByNorm(NormPolicy):
     grouped_by: ClassVar[str] = "among"
     of: str = "example"
     every: Every = None
-    mini_set_size: int | None = None
+    microbatch_size: int | None = None
 
     def __post_init__(self) -> None:
         self.require_measurable()

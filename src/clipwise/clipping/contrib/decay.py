@@ -33,7 +33,7 @@ def period_of(every: Every, site: Site) -> int | None:
 
 
 @dataclass(frozen=True)
-class Decay(NormRule):
+class NormDecay(NormRule):
     """A `max_norm` that is multiplied by `factor` every epoch or every given number of steps.
 
         C_t = C_0 max(factor^floor(t / period), 1e-6),   t = releases so far
@@ -56,11 +56,11 @@ class Decay(NormRule):
         with_plain_numbers(self)
         number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
         if not (number and 0 < self.factor <= 1):
-            raise ConfigurationError(f"Decay: factor must be a number above 0 and at most 1, not {self.factor!r}.")
-        require_every(self.every, "Decay", never=False)
+            raise ConfigurationError(f"NormDecay: factor must be a number above 0 and at most 1, not {self.factor!r}.")
+        require_every(self.every, "NormDecay", never=False)
         if isinstance(self.max_norm, NormRule):
             raise ConfigurationError(
-                "Decay: max_norm must be a number, or one for each part; an adaptive max_norm is not supported."
+                "NormDecay: max_norm must be a number, or one for each part; an adaptive max_norm is not supported."
             )
         require_max_norm(self.max_norm)
 
@@ -75,7 +75,7 @@ class Decay(NormRule):
 class Decaying(ScaledConstants):
     """Other constants with decaying norms."""
 
-    def __init__(self, decay: Decay, inner: Constants, site: Site) -> None:
+    def __init__(self, decay: NormDecay, inner: Constants, site: Site) -> None:
         super().__init__(inner)
         self._share, self._releases = float(decay.factor), 0
         self._period = period_of(decay.every, site) or 1

@@ -10,15 +10,17 @@ from typing import Any
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
-from clipwise.clipping.contrib.released import Released
+from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.grouping import Groups
 from clipwise.clipping.thresholds import Constants
+from clipwise.deprecation import renamed_fields
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool
 
 KINDS = ("optimal", "paper")
 
 
+@renamed_fields(mini_set_size="microbatch_size")
 @dataclass(frozen=True)
 class Multipliers(NormPolicy):
     """The gradient of layer h is multiplied by m_h, the whole is clipped at C, and noise is added; then layer h is
@@ -36,15 +38,16 @@ class Multipliers(NormPolicy):
     changes nothing, so both only choose C.
 
     Args:
-        public: `Public` data on which e_h is measured, or `Released()`.
+        public: `PublicData` on which e_h is measured, or `ReleasedNorms()`.
         kind: "optimal" or "paper".
-        of, every, mini_set_size: as in `Adaptive`.
+        of, every, microbatch_size: as in `Adaptive`.
         groups: the groups with separate m_h: "layer", "tensor", or lists of names.
-        relative: `max_norm` is relative to the typical norm: C = max_norm |m e|. Not with `Released()`.
+        relative: `max_norm` is relative to the typical norm: C = max_norm |m e|. Not with `ReleasedNorms()`.
         keep_length: multiply all m_h by one number, such that |m e| = |e|. `max_norm` then has the same meaning as in
             flat clipping: a typical gradient is clipped if |e| > max_norm. With max_norm = sqrt(sum_h C_h^2), gradients
             that `Adaptive` with bounds C_h does not clip are not clipped here either, at equal noise: "paper"
-            corresponds to an equal split, "optimal" to an optimal one. "optimal" with `Released()` always does this.
+            corresponds to an equal split, "optimal" to an optimal one. "optimal" with `ReleasedNorms()` always does
+            this.
 
     Guarantee:
         - That of flat clipping: the *scaled* sum has sensitivity C or 2 C. Division by m_h is post-processing.
@@ -57,7 +60,7 @@ class Multipliers(NormPolicy):
     of: str = "example"
     every: Every = "epoch"
     groups: Groups = "layer"
-    mini_set_size: int | None = None
+    microbatch_size: int | None = None
     relative: bool = False
     keep_length: bool = False
 
@@ -88,7 +91,7 @@ class Multipliers(NormPolicy):
 
     def _keeps_length(self) -> bool:
         """If norms are known up to a factor, so is (sqrt(d_h) / e_h)^(1/2)."""
-        return self.keep_length or (self.kind == "optimal" and isinstance(self.public, Released))
+        return self.keep_length or (self.kind == "optimal" and isinstance(self.public, ReleasedNorms))
 
 
 def multipliers(

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from clipwise.clipping.base import Site, damaged
 from clipwise.clipping.contrib.decay import Every, period_of, require_every
-from clipwise.clipping.contrib.released import Estimated, Released
+from clipwise.clipping.contrib.released import Estimated, ReleasedNorms
 from clipwise.clipping.contrib.typical import OF, Measured, Question, Typical
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.public import Public, require_public
+from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
-Source = Public | Released
+Source = PublicData | ReleasedNorms
 
 
 class NormPolicy(Policy):
@@ -27,7 +27,7 @@ class NormPolicy(Policy):
 
     Attributes:
         public: the source of e_h.
-        of, mini_set_size: norms of examples or of microbatches.
+        of, microbatch_size: norms of examples or of microbatches.
         every: the period of the measurements.
         grouped_by: the argument with the groups h.
     """
@@ -35,7 +35,7 @@ class NormPolicy(Policy):
     public: Source
     of: str
     every: Every
-    mini_set_size: int | None
+    microbatch_size: int | None
     grouped_by: ClassVar[str] = "groups"
 
     @abstractmethod
@@ -46,41 +46,43 @@ class NormPolicy(Policy):
         """The constants for one model, with norms measured at its current weights."""
         who = f"{type(self).__name__}: {self.grouped_by}"
         layers = group_parameters(self._measured(), site.parameters, who)
-        question = Question(site, layers, self.of, self.mini_set_size)
+        question = Question(site, layers, self.of, self.microbatch_size)
         typical = (
-            Estimated(self.public, question) if isinstance(self.public, Released) else Measured(self.public, question)
+            Estimated(self.public, question)
+            if isinstance(self.public, ReleasedNorms)
+            else Measured(self.public, question)
         )
         return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
-    def public_data(self) -> tuple[Public, ...]:
-        return (self.public,) if isinstance(self.public, Public) else ()
+    def public_data(self) -> tuple[PublicData, ...]:
+        return (self.public,) if isinstance(self.public, PublicData) else ()
 
     def require_measurable(self) -> None:
         """Raise if the source or the settings give no norms; called first in `__post_init__`."""
         with_plain_numbers(self)
-        who, mini_set_size = type(self).__name__, self.mini_set_size
+        who, microbatch_size = type(self).__name__, self.microbatch_size
         require_every(self.every, who)
-        if not isinstance(self.public, Released):
-            require_public(self.public, who, instead="; without public data, pass Released()")
+        if not isinstance(self.public, ReleasedNorms):
+            require_public(self.public, who, instead="; without public data, pass ReleasedNorms()")
         elif self.every is None:
             raise ConfigurationError(
                 f"{who}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
-                "number of steps with Released()."
+                "number of steps with ReleasedNorms()."
             )
-        one_of(f"{who}: of", self.of, OF)
-        is_count = isinstance(mini_set_size, int) and not isinstance(mini_set_size, bool) and mini_set_size >= 1
-        if mini_set_size is not None and not (is_count and self.of == "mini-set"):
+        object.__setattr__(self, "of", one_of(f"{who}: of", self.of, OF))
+        is_count = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size >= 1
+        if microbatch_size is not None and not (is_count and self.of == "microbatch"):
             raise ConfigurationError(
-                f"{who}: mini_set_size={mini_set_size!r} must be a whole number of at least 1, and requires "
-                "of='mini-set'."
+                f"{who}: microbatch_size={microbatch_size!r} must be a whole number of at least 1, and requires "
+                "of='microbatch'."
             )
 
     def require_lengths(self, why: str, instead: str) -> None:
-        """Raise if the source is `Released`, which gives only ratios of norms."""
-        if isinstance(self.public, Released):
+        """Raise if the source is `ReleasedNorms`, which gives only ratios of norms."""
+        if isinstance(self.public, ReleasedNorms):
             raise ConfigurationError(
-                f"{type(self).__name__}: {why} requires norms, but Released() estimates only their ratios: {instead}, "
-                "or pass public data."
+                f"{type(self).__name__}: {why} requires norms, but ReleasedNorms() estimates only their ratios: "
+                f"{instead}, or pass public data."
             )
 
     def described(self) -> dict[str, Any]:
@@ -88,7 +90,7 @@ class NormPolicy(Policy):
         return {
             "norms from": self.public.describe(),
             "of": self.of,
-            "mini_set_size": self.mini_set_size,
+            "microbatch_size": self.microbatch_size,
             "every": self.every,
             self.grouped_by: described_groups(self._measured()),
         }

@@ -18,7 +18,7 @@ from clipwise.validation.arguments import with_plain_numbers
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedNorms:
     """Typical norms from the released gradients of the run, used instead of public data.
 
     The release of a step is g + noise with known variance, so for each group h of d_h coordinates
@@ -47,7 +47,7 @@ class Released:
         number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool)
         if not (number and 0 <= self.memory < 1):
             raise ConfigurationError(
-                f"Released: memory must be a number of at least 0 and below 1, not {self.memory!r}."
+                f"ReleasedNorms: memory must be a number of at least 0 and below 1, not {self.memory!r}."
             )
 
     def describe(self) -> dict[str, Any]:
@@ -55,9 +55,9 @@ class Released:
 
 
 class Estimated(Typical):
-    """`Released` for one model."""
+    """`ReleasedNorms` for one model."""
 
-    def __init__(self, rule: Released, question: Question) -> None:
+    def __init__(self, rule: ReleasedNorms, question: Question) -> None:
         self._groups, self._memory = question.groups, float(rule.memory)
         parameters = question.site.parameters
         self._sizes = {h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()}
@@ -71,7 +71,9 @@ class Estimated(Typical):
         device = next(iter(means.values())).device
         names = [n for sizes in self._sizes.values() for n in sizes]
         if any(n not in noise for n in names):
-            raise StepError("Released(...) requires the noise of each release, which the strategy does not provide.")
+            raise StepError(
+                "ReleasedNorms(...) requires the noise of each release, which the strategy does not provide."
+            )
         energies = torch.stack([real_view(means[n]).double().square().sum().to(device) for n in names]).tolist()
         energy = dict(zip(names, energies, strict=True))
         if not all(map(math.isfinite, energies)):

@@ -106,7 +106,7 @@ class Thinned(ScaledConstants):
         if inner.bounds:
             raise ConfigurationError(
                 "sparse=Sparse(...) is not supported with max_norm=Quantile(...), which adapts the clipping norm: pass "
-                "a number or a Decay."
+                "a number or a NormDecay."
             )
         super().__init__(inner)
         self._within, self._parameters = float(sparse.within), site.parameters

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping.base import Parameters, Site, damaged
-from clipwise.clipping.public import Public
+from clipwise.clipping.public import PublicData
 from clipwise.clipping.vector_clipping import tensor_lengths
 from clipwise.errors import ConfigurationError, UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.layers.all_public_statistics import AllPublicStatistics
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
+from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.validation.random_state import fixed_random_state
 
-OF = ("example", "mini-set")
+OF = ("example", "microbatch")
 _SMALLEST, _LARGEST = 1e-30, 1e30  # no underflow or overflow in float32
 _FLOOR = 1e-3
 _NOTHING = 1e-15  # norms are upper bounds: for a gradient of 0 they may be 1e-18
@@ -34,14 +34,14 @@ class Question:
     Args:
         site: the model and its parameters.
         groups: h -> its parameters.
-        of: "example": mean norm of an example's gradient; "mini-set": mean norm of a microbatch's mean gradient.
-        mini_set_size: for "mini-set"; by default the batch size of the public data.
+        of: "example": mean norm of an example's gradient; "microbatch": mean norm of a microbatch's mean gradient.
+        microbatch_size: for "microbatch"; by default the batch size of the public data.
     """
 
     site: Site
     groups: dict[str, list[str]]
     of: str = "example"
-    mini_set_size: int | None = None
+    microbatch_size: int | None = None
 
 
 class Typical(ABC):
@@ -81,11 +81,11 @@ class Typical(ABC):
 class Measured(Typical):
     """Norms on public data at the current weights, which are released, so the norms are public."""
 
-    def __init__(self, public: Public, question: Question) -> None:
+    def __init__(self, public: PublicData, question: Question) -> None:
         self._public, self._question = public, question
-        if public.comes_in_batches and question.mini_set_size is not None:
+        if public.comes_in_batches and question.microbatch_size is not None:
             raise ConfigurationError(
-                "mini_set_size: not supported with public data in batches, which are the microbatches."
+                "microbatch_size: not supported with public data in batches, which are the microbatches."
             )
         if not self.renew():
             raise ConfigurationError(
@@ -95,7 +95,7 @@ class Measured(Typical):
 
     def renew(self) -> bool:
         q = self._question
-        found = mean_norms(self._public, q.site.model, q.site.parameters, q.groups, q.of, q.mini_set_size)
+        found = mean_norms(self._public, q.site.model, q.site.parameters, q.groups, q.of, q.microbatch_size)
         return max(found.values()) > _NOTHING and self._take(found)
 
 
@@ -112,20 +112,20 @@ def _are_norms(norms: Mapping[Any, Any]) -> bool:
 
 
 def mean_norms(
-    public: Public,
+    public: PublicData,
     model: nn.Module,
     parameters: Parameters,
     groups: Mapping[str, Sequence[str]],
     of: str,
-    mini_set_size: int | None,
+    microbatch_size: int | None,
 ) -> dict[str, float]:
     """e_h, the mean norm of each group's gradient over the public data.
 
-    of="example": e_h = mean_i |g_ih| over examples. of="mini-set": e_h = mean_S |mean_{i in S} g_ih| over microbatches
-    S of `mini_set_size` examples in the order of the data, without an incomplete last one. Examples with a norm that is
-    not finite are omitted in every group. NaN if none are left.
+    of="example": e_h = mean_i |g_ih| over examples. of="microbatch": e_h = mean_S |mean_{i in S} g_ih| over
+    microbatches S of `microbatch_size` examples in the order of the data, without an incomplete last one. Examples with
+    a norm that is not finite are omitted in every group. NaN if none are left.
     """
-    size = (mini_set_size or public.batch_size) if of == "mini-set" else None
+    size = (microbatch_size or public.batch_size) if of == "microbatch" else None
     device = next(iter(parameters.values())).device
     # Accumulate on the device, to synchronize once and not for every batch.
     totals_H = torch.zeros(len(groups), dtype=torch.float64, device=device)
@@ -137,13 +137,13 @@ def mean_norms(
             losses = public.losses(model, batch, device, of)
             if size is not None and number * size > public.size and count and not public.comes_in_batches:
                 continue  # the mean of fewer examples has a larger norm
-            if of == "mini-set":
+            if of == "microbatch":
                 squares = _of_the_mean(losses, parameters)
             else:
                 squares = _of_each(losses, parameters, model, memory)
             norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
             finite_B = torch.isfinite(losses.detach()).to(device)
-            finite_B = finite_B.all().reshape(1) if of == "mini-set" else finite_B
+            finite_B = finite_B.all().reshape(1) if of == "microbatch" else finite_B
             counts_B = torch.isfinite(norms_HB).all(0) & finite_B
             totals_H += torch.where(counts_B, norms_HB, 0.0).sum(1)
             count += counts_B.sum()

@@ -117,15 +117,16 @@ class ClippedAttention(ClippedLayer):
 
     def __init__(self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
-        own_size = not layer._qkv_same_embed_dim
-        for is_there, problem in (
-            (not layer.batch_first, "has positions in the first dimension: build it with batch_first=True"),
-            (own_size, "has keys or values of another size: leave kdim and vdim out"),
-            (layer.bias_k is not None, "has add_bias_kv set: leave it out"),
-            (layer.add_zero_attn, "has add_zero_attn set: leave it out"),
-        ):
-            if is_there:
-                raise UnsupportedModelError(f"Layer {name!r} (MultiheadAttention) {problem}.")
+        self.refuse_if(
+            kdim=(layer.kdim != layer.embed_dim, "leave it out"),
+            vdim=(layer.vdim != layer.embed_dim, "leave it out"),
+            add_bias_kv=(layer.bias_k is not None, "leave it out"),
+            add_zero_attn=(layer.add_zero_attn, "leave it out"),
+        )
+        if not layer.batch_first:
+            raise UnsupportedModelError(
+                f"Layer {name!r} (MultiheadAttention) has positions in the first dimension: use batch_first=True."
+            )
 
     def _take(self, constants: Constants) -> None:
         self._in = MapRole(self, constants, "projections", map=Matrix())

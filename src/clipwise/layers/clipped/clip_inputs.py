@@ -18,7 +18,7 @@ from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayer
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
 from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
 from clipwise.layers.exchange_modules import exchange_modules
-from clipwise.validation.arguments import one_of, plain, require_module
+from clipwise.validation.arguments import one_of, require_module, whole
 
 Numbers = float | Mapping[str, float]
 
@@ -78,7 +78,7 @@ def clip_inputs(
             f"uses must map layer names to their number of uses, such as {{'decoder': 2}}, not {uses!r}."
         )
     found = trainable_layers(model)
-    uses = {} if uses is None else plain(uses)
+    uses = {} if uses is None else uses
     for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
         if isinstance(given, Mapping):
             require_layers(argument, given, found, complete=argument != "uses")
@@ -89,9 +89,7 @@ def clip_inputs(
         constants = Constants(
             clip_constant("input_norm", of_inputs), clip_constant("grad_norm", of_gradients), mode, bound
         )
-        count = uses.get(name, 1)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigurationError(f"uses: layer {name!r} needs a whole number of at least 1, not {count!r}.")
+        count = whole(f"uses[{name!r}]", uses.get(name, 1), least=1)
         clipped = _KINDS[type(layer)](layer, constants, count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():

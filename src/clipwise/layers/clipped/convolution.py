@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, fits, weighted_channels
+from clipwise.layers.clipped.scales import Constants, fits
 
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -106,9 +106,9 @@ class Convolution(Map):
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])
         by_group = at_least_float32(by_group)
-        square = _sum_of_channels(by_group.square()).double()
+        square = by_group.square().sum(2).double()
         if not square.is_cuda and not math.isfinite(float(square.sum())):  # overflow in float32
-            square = _sum_of_channels(by_group.double().square())
+            square = by_group.double().square().sum(2)
         # Allow for squares that underflow.
         return square.add_(by_group.shape[2] * torch.finfo(by_group.dtype).tiny)
 
@@ -118,16 +118,6 @@ class Convolution(Map):
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             squares = squares.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d].sum(-1)
         return squares.flatten(2).sqrt()
-
-    def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
-        by_group = sizes.reshape(len(sizes), self.groups, sizes.shape[1] // self.groups, -1)
-        return weighted_channels(by_group, lengths_BGP)
-
-    def over_positions(self, g: Tensor) -> Tensor:
-        return g.flatten(2).sum(2)
-
-    def has_positions(self, g: Tensor) -> bool:
-        return True
 
     def channels(self, z: Tensor) -> Tensor:
         return z.flatten(2)
@@ -140,10 +130,6 @@ class Convolution(Map):
         each = zip(size, self.kernel, self.stride, self.dilation, self.around, strict=True)
         found = [_counts(n, k, s, d, *around, self.mode) for n, k, s, d, around in each]
         return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
-
-
-def _sum_of_channels(t_BGc: Tensor) -> Tensor:
-    return t_BGc.squeeze(2) if t_BGc.shape[2] == 1 else t_BGc.sum(2)
 
 
 @lru_cache(maxsize=1024)
@@ -168,18 +154,7 @@ class ClippedConvolution(ClippedMapLayer):
     layer: AnyConvolution
 
     def _take(self, constants: Constants) -> None:
-        self._geometry = self._geometry_now()
         self._role = MapRole(self, constants, map=Convolution(self.layer))
-
-    def _geometry_now(self) -> object:
-        layer = self.layer
-        padding = layer.padding, layer.padding_mode, tuple(layer._reversed_padding_repeated_twice)
-        return layer.stride, layer.dilation, layer.groups, layer.weight.shape, padding
-
-    def _clipped(self, x: Tensor) -> Tensor:
-        if self._geometry != self._geometry_now():  # an attribute was set
-            self._take(self.constants)
-        return super()._clipped(x)
 
     def _least_dimensions(self) -> int:
         return 2 + len(self.layer.kernel_size)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.forms import at_least_float32
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import OneInputLayer, Role
@@ -73,11 +72,8 @@ class ClippedEmbedding(OneInputLayer):
 
     def __init__(self, layer: nn.Embedding, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
-        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(layer, option):
-                raise UnsupportedModelError(
-                    f"Layer {name!r} (Embedding) has {option} set, which has no bound here: build it without."
-                )
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        self.refuse_if(**{option: (getattr(layer, option), "build it without") for option in options})
 
     def _take(self, constants: Constants) -> None:
         self._role = Role(self, constants)

@@ -52,8 +52,8 @@ class ClippedLayer(nn.Module, ABC):
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the constants saved with the weights: the input clip is part of the network's function."""
         try:
-            input_norm, grad_norm, mode, bound = state.tolist()
-            mode, bound = MODES[int(mode)], BOUNDS[int(bound)]
+            input_norm, grad_norm, *choices = state.tolist()
+            mode, bound = (names[int(i)] for names, i in zip((MODES, BOUNDS), choices, strict=True))
         except (AttributeError, ValueError, TypeError, IndexError):
             raise ConfigurationError(
                 f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
@@ -82,6 +82,15 @@ class ClippedLayer(nn.Module, ABC):
         return f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}" + (
             f", uses={self.uses}" if self.uses > 1 else ""
         )
+
+    def refuse_if(self, **settings: tuple[object, str]) -> None:
+        """Refuse a wrapped layer with one of these settings: each is given with its value and the remedy."""
+        for setting, (value, remedy) in settings.items():
+            if value:
+                kind = type(self.layer).__name__
+                raise UnsupportedModelError(
+                    f"Layer {self.name!r} ({kind}) has {setting} set, which has no bound here: {remedy}."
+                )
 
     def require_examples(self, x: object, least: int) -> Tensor:
         """Require a tensor with examples along the first axis."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, lengths, squared_lengths, weighted_channels
+from clipwise.layers.clipped.scales import Constants, lengths, squared_lengths
 
 
 class Matrix(Map):
@@ -40,14 +40,7 @@ class Matrix(Map):
     def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
         if lengths_BGP.shape[-1] == 1:
             return lengths(sizes) * lengths_BGP[:, 0, 0]
-        by_position = sizes.reshape(len(sizes), 1, -1, sizes.shape[-1])
-        return weighted_channels(by_position.transpose(2, 3), lengths_BGP)
-
-    def over_positions(self, g: Tensor) -> Tensor:
-        return g.reshape(len(g), -1, g.shape[-1]).sum(1) if g.dim() > 2 else g
-
-    def has_positions(self, g: Tensor) -> bool:
-        return g.dim() > 2
+        return super().gradient_norm(sizes, lengths_BGP)
 
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
         return bias

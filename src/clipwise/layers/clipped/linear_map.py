@@ -90,20 +90,18 @@ class Map(ABC):
     def channels(self, z: Tensor) -> Tensor:
         """Outputs, or their gradients, as [B, c, P]; a view if possible."""
 
-    @abstractmethod
     def gradient_norm(self, sizes: Tensor, lengths_BGP: Tensor) -> Tensor:
         """n_i = |(sum_p l_ip |g_icp|)_c| >= |dW_i|, [B]; never above |x_i| times `upstream_norm`.
 
-        `sizes` is |g|, and may be overwritten.
+        `sizes` is |g|, and is overwritten.
         """
+        (B, G, _), sizes_BcP = lengths_BGP.shape, self.channels(sizes)
+        sizes_BGcP = sizes_BcP.view(B, G, sizes_BcP.shape[1] // G, -1)
+        return lengths(sizes_BGcP.mul_(lengths_BGP.to(sizes.dtype).unsqueeze(2)).sum(-1))
 
-    @abstractmethod
     def over_positions(self, g: Tensor) -> Tensor:
         """sum_p g_p of each output channel: [B, c]."""
-
-    @abstractmethod
-    def has_positions(self, g: Tensor) -> bool:
-        """Whether outputs have positions to sum over."""
+        return self.channels(g).sum(2) if g.dim() > 2 else g
 
     @abstractmethod
     def bias_view(self, bias: Tensor, z: Tensor) -> Tensor:
@@ -239,7 +237,7 @@ def _upstream_factors(
     """nu, which bounds each example's part of dW by C1 C2; and the clipped gradient of the bias."""
     of, c = role.map, role.constants
     by_windows = clips_weights and seen.lengths_BGP is not None
-    has_mass = of.has_positions(g) and (needs_bias or (clips_weights and not by_windows))
+    has_mass = g.dim() > 2 and (needs_bias or (clips_weights and not by_windows))
     # Reuse memory: an allocation costs more than the operation.
     sizes = torch.abs(g, out=_scratch.like(g)) if has_mass or by_windows else None
     mass_Bc = of.over_positions(sizes) if sizes is not None and has_mass else None

@@ -58,7 +58,7 @@ def upstream_factors(
 ) -> tuple[Tensor, Tensor | None]:
     """nu of the weights' gradient, and the clipped gradient of the bias; formulas as in linear_map.py."""
     of, c, lengths_BGP = role.map, role.constants, seen.lengths_BGP if clips_weights else None
-    g_BKR, by_windows, has_positions = of.channels(g), lengths_BGP is not None, of.has_positions(g)
+    g_BKR, by_windows, has_positions = of.channels(g), lengths_BGP is not None, g.dim() > 2
     if not has_positions:
         rows_BK = g_BKR[..., 0]
         times_B = None if lengths_BGP is None else seen.scale_B * lengths_BGP[:, 0, 0]

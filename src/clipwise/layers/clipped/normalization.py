@@ -22,11 +22,16 @@ from clipwise.layers.clipped.layer import OneInputLayer, Role
 from clipwise.layers.clipped.scales import Constants, cleaned, fits, lengths, weighted_rows
 
 
+def _noted(ctx: Any, x: Tensor, role: Role) -> Any:
+    """Note on the node what every clipped layer's node has; returns the wrapped layer."""
+    ctx.role, ctx.examples, ctx.axis, ctx.dtype = role, len(x), 0, x.dtype
+    return role.layer.layer
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
-        layer: Any = role.layer.layer
-        ctx.role, ctx.examples, ctx.axis, ctx.dtype = role, len(x), 0, x.dtype
+        layer = _noted(ctx, x, role)
         ctx.shape, ctx.together = list(layer.normalized_shape), math.prod(layer.normalized_shape)
         y, mean, rstd = torch.native_layer_norm(x, ctx.shape, weight, bias, layer.eps)
         ctx.save_for_backward(x, mean, rstd, weight)
@@ -54,8 +59,7 @@ class _LayerNorm(torch.autograd.Function):
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, role: Role) -> Tensor:
-        layer: Any = role.layer.layer
-        ctx.role, ctx.examples, ctx.axis, ctx.dtype = role, len(x), 0, x.dtype
+        layer = _noted(ctx, x, role)
         x = x.contiguous()
         B, c, p = ctx.sizes = len(x), x.shape[1], math.prod(x.shape[2:])
         ctx.groups, ctx.together = layer.num_groups, c // layer.num_groups * p

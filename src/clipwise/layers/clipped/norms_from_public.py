@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from clipwise.layers.clipped.scales import BOUNDS, VECTORS, WEIGHTS, lengths
 from clipwise.layers.clipped.switch import measured, noting
 from clipwise.validation.arguments import naming, number, one_of, require_module, require_takes
 
+_Norms = dict[str, list[Tensor]]  # of each layer, for each of its uses
 _NO_LIMIT = 1e10
 _UNUSED = 1.0  # C1 of a layer whose input is not clipped
 _SMALLEST = 1e-10  # constant that `clip_inputs` accepts; norms are upper bounds, and that of 0 may be 1e-18
@@ -49,9 +50,7 @@ def norms_from_public(
         bound: the same as for `clip_inputs`; it decides which norms C2 is measured from.
     """
     one_of("bound", bound, BOUNDS)
-    quantile = number("quantile", quantile, least=0)
-    if quantile > 1:
-        raise ConfigurationError(f"quantile={quantile!r} is not possible: give a number between 0 and 1.")
+    quantile = number("quantile", quantile, least=0, most=1)
     require_module(model)
     if not isinstance(batch, (list, tuple)):
         raise ConfigurationError(
@@ -64,31 +63,25 @@ def norms_from_public(
     # The inputs of a layer depend on the clips of previous layers: they converge from the first layer to the last.
     input_norm = dict.fromkeys(names, _NO_LIMIT)
     for _ in names:
-        inputs = _measured(probe, loss, batch).inputs
+        inputs, _ = _measured(probe, loss, batch)
         found = {name: _constant(each, quantile, f"what goes into layer {name!r}") for name, each in inputs.items()}
         if found == input_norm:
             break
         input_norm = found
         set_clips(probe, input_norm=input_norm)
-    ratios = _measured(probe, loss, batch).ratios
+    _, ratios = _measured(probe, loss, batch)
     grad_norm = {
         name: _constant(ratios[name], quantile, f"what comes back to layer {name!r}", times=_NO_LIMIT) for name in names
     }
     return Norms(input_norm=input_norm, grad_norm=grad_norm)
 
 
-class _Measured(NamedTuple):
+def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any]) -> tuple[_Norms, _Norms]:
     """Per layer, |x| of its inputs and norm / bound of its upstream gradients, for each finite example."""
-
-    inputs: dict[str, list[Tensor]]
-    ratios: dict[str, list[Tensor]]
-
-
-def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any]) -> _Measured:
     parameters = [p for p in probe.parameters() if p.requires_grad]
     names = [m.name for m in probe.modules() if isinstance(m, ClippedLayer)]
-    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
-    of_kind: dict[str, dict[str, list[Tensor]]] = {kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)}
+    inputs: _Norms = {name: [] for name in names}
+    of_kind: dict[str, _Norms] = {kind: {name: [] for name in names} for kind in (WEIGHTS, VECTORS)}
     at = ""
 
     def watch(node: Any, g: Tensor) -> None:
@@ -120,11 +113,10 @@ def _measured(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any
     finite_B = _finite(losses, factors)
     if not bool(finite_B.any()):
         raise ConfigurationError(
-            "batch: no example has finite inputs, loss and gradients, so the norms of "
-            f"layer {names[0]!r}, and of all others, cannot be measured: look at the rows, the loss and the "
-            "weights."
+            f"batch: no example has finite inputs, loss and gradients, so the norms of layer {names[0]!r}, and of all "
+            "others, cannot be measured: look at the rows, the loss and the weights."
         )
-    return _Measured(_chosen(inputs, finite_B), _chosen(ratios, finite_B))
+    return _chosen(inputs, finite_B), _chosen(ratios, finite_B)
 
 
 def _losses(probe: nn.Module, loss: Callable[..., Tensor], batch: Sequence[Any]) -> Tensor:
@@ -150,7 +142,7 @@ def _finite(losses: Tensor, factors: list[Tensor]) -> Tensor:
     return finite_B
 
 
-def _chosen(found: dict[str, list[Tensor]], which_B: Tensor) -> dict[str, list[Tensor]]:
+def _chosen(found: _Norms, which_B: Tensor) -> _Norms:
     return {name: [norm_B.cpu()[which_B] for norm_B in each] for name, each in found.items()}
 
 

@@ -144,11 +144,7 @@ class ClippedRecurrent(ClippedLayer):
 
     def __init__(self, layer: nn.RNNBase, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
-        if layer.proj_size:
-            raise UnsupportedModelError(
-                f"Layer {name!r} ({type(layer).__name__}) has proj_size set, which has no bound here: leave it out, "
-                "and put a Linear layer behind it."
-            )
+        self.refuse_if(proj_size=(layer.proj_size, "leave it out, and put a Linear layer behind it"))
         if any(not p.requires_grad for p in layer.parameters()):
             raise UnsupportedModelError(
                 f"Layer {name!r} ({type(layer).__name__}) is frozen in part: train all of it, or freeze all of it."

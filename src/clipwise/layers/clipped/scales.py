@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from clipwise import kernels
-from clipwise.errors import ConfigurationError
 from clipwise.gradients.forms import squared_norms
 from clipwise.kernels.factors import Limits, Norms, gradient_factors
 from clipwise.kernels.weighted import weighted_sum
@@ -170,19 +169,6 @@ def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
     return lengths_BGP.clamp_(min=max(bound / _LONGEST, torch.finfo(torch.float32).tiny))
 
 
-def weighted_channels(sizes_BGcP: Tensor, lengths_BGP: Tensor) -> Tensor:
-    """|(sum_p l_p |g_cp|)_c| of each example, with a length l_p per position and group of channels.
-
-    `sizes_BGcP` is |g|, and is overwritten.
-    """
-    return lengths(sizes_BGcP.mul_(lengths_BGP.to(sizes_BGcP.dtype).unsqueeze(2)).sum(-1))
-
-
 def clip_constant(name: str, value: object) -> float:
     """Validate a clipping constant; errors name the argument."""
-    found = number(name, value, above=0)
-    if not _SMALLEST_CONSTANT <= found <= _LARGEST_CONSTANT:
-        raise ConfigurationError(
-            f"{name}={value!r} is not possible: give a number from {_SMALLEST_CONSTANT:g} to {_LARGEST_CONSTANT:g}."
-        )
-    return found
+    return number(name, value, least=_SMALLEST_CONSTANT, most=_LARGEST_CONSTANT)

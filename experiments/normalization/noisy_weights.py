@@ -1,12 +1,8 @@
-"""Weight parametrizations: standardized weights, for use with GroupNorm, and noisy weights.
-
-C: output channels, I: inputs of a channel.
-"""
+"""Weights that are drawn at each forward pass, to study how much noise a network tolerates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,66 +12,11 @@ from clipwise.errors import ConfigurationError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.validation.arguments import number, require_module
 
-Step = TypeVar("Step", bound=nn.Module)
-
 _CELLS = (nn.RNNBase, nn.RNNCellBase)
 _DRAWN = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, *_CELLS, nn.MultiheadAttention)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, PublicBatchNorm)
 _KEPT = (nn.Embedding, nn.EmbeddingBag, *_NORMS)
 _MADE_BY_HOOKS = ("_g", "_v", "_orig")  # by weight_norm, spectral_norm and prune of torch.nn.utils
-
-
-class StandardizedWeight(nn.Module):
-    """w -> (w - mean) / sqrt(n (var + eps)), with mean and variance over the n inputs of each output channel.
-
-    The factor 1 / sqrt(n) keeps the variance of an output equal to that of its inputs.
-
-    Guarantee:
-        A function of weights alone: examples are not mixed, and per-example clipping bounds the gradient of the
-        underlying weights like any other.
-    """
-
-    def __init__(self, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = number("eps", eps, least=0)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        w_CI = weight.flatten(1)
-        var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
-        standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
-        return standard_CI.view_as(weight)
-
-
-def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
-    """Standardize the weights of every convolution, in place. The trained parameter is the underlying weight.
-
-    This registers a torch parametrization; `torch.nn.utils.parametrize.remove_parametrizations` restores a plain layer.
-    Only convolutions are changed, because a normalization layer should follow, and the last linear layer seldom has
-    one.
-    """
-    require_module(model)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
-    if not layers:
-        raise ConfigurationError("model has no convolution whose weights could be standardized.")
-    for name, layer in layers.items():
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) is transposed: its output channels are not the first axis. "
-                "Standardize the other layers one by one with torch.nn.utils.parametrize and StandardizedWeight."
-            )
-        if _step_of(layer, "weight", StandardizedWeight) is not None:
-            raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) has standardized weights already. To change eps, call "
-                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') first."
-            )
-        if layer.weight[0].numel() < 2:
-            raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) has one weight per output channel, which would become 0. "
-                "Leave it out: use torch.nn.utils.parametrize and StandardizedWeight on the other layers."
-            )
-    for layer in layers.values():
-        parametrize.register_parametrization(layer, "weight", StandardizedWeight(eps))
-    return model
 
 
 class NoisyWeights(nn.Module):
@@ -117,7 +58,7 @@ def with_noisy_weights(model: nn.Module, std: float) -> nn.Module:
     if not weights:
         raise ConfigurationError("model has no linear, convolutional, recurrent or attention layer.")
     for layer, key in weights:
-        drawn = _step_of(layer, key, NoisyWeights)
+        drawn = _noise_of(layer, key)
         if drawn is None:
             parametrize.register_parametrization(layer, key, NoisyWeights(noise.std))
         else:
@@ -131,7 +72,7 @@ def _weights_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if "parametrizations" in name.split(".") or isinstance(module, _KEPT):
             continue  # the layer itself yields its parametrized weights
         for key in _matrices_of(module):
-            if not isinstance(module, _DRAWN) and _step_of(module, key, NoisyWeights) is None:
+            if not isinstance(module, _DRAWN) and _noise_of(module, key) is None:
                 raise ConfigurationError(
                     f"Parameter {key!r} of {name!r} ({type(module).__name__}) would stay without noise: this kind "
                     "of layer is not supported. Draw it too, with "
@@ -153,8 +94,8 @@ def _matrices_of(layer: nn.Module) -> list[str]:
     return [key for key in names if "bias" not in key and getattr(layer, key).dim() > 1]
 
 
-def _step_of(layer: nn.Module, key: str, kind: type[Step]) -> Step | None:
+def _noise_of(layer: nn.Module, key: str) -> NoisyWeights | None:
     if not parametrize.is_parametrized(layer, key):
         return None
     assert isinstance(layer.parametrizations, nn.ModuleDict)
-    return next((step for step in layer.parametrizations[key].modules() if isinstance(step, kind)), None)
+    return next((step for step in layer.parametrizations[key].modules() if isinstance(step, NoisyWeights)), None)

@@ -1,20 +1,17 @@
-"""Noisy weights, and the scale invariance of normalized networks."""
+"""Noisy weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError
-from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.layers.replace_batchnorm import replace_batchnorm
-from clipwise.layers.weight_parametrizations import NoisyWeights, standardize_weights, with_noisy_weights
-from tests.layers.normalized import images, network, public, sound
+from clipwise.layers import standardize_weights
+from experiments.normalization.noisy_weights import NoisyWeights, with_noisy_weights
+from tests.layers.normalized import sound
 from tests.sites import site
 
 MODELS = {
@@ -122,40 +119,3 @@ def test_invalid_arguments_are_refused() -> None:
         with_noisy_weights(nn.ReLU(), 1.0)
     with pytest.raises(ConfigurationError, match=r"'1'.*other draws"):
         with_noisy_weights(sound("public")[0], 1.0)
-    with pytest.raises(ConfigurationError, match=r"'0'.*draws its weights anew"):
-        replace_batchnorm(with_noisy_weights(network(), 1.0), public(), "public")
-
-
-def scaled(model: nn.Module, factors: list[float]) -> None:
-    """Weights and biases before each normalization times a positive number."""
-    with torch.no_grad():
-        for place, factor in zip((0, 3, 7), factors, strict=True):
-            model[place].weight.mul_(factor)
-            model[place].bias.mul_(factor)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(factors=st.lists(st.floats(1e-2, 1e4), min_size=3, max_size=3))
-@pytest.mark.parametrize("kind", ["batch", "public", "public-exact", "self+public", "group", "layer"])
-def test_the_scale_of_weights_before_a_normalization_does_not_matter(kind: str, factors: list[float]) -> None:
-    model = network() if kind == "batch" else sound(kind)[0]
-    for layer in model.modules():
-        if hasattr(layer, "eps"):
-            layer.eps = 1e-14  # with eps = 0 the invariance is exact
-    x = images(6)
-    if hasattr(model[1], "statistics"):
-        PublicStatistics.of(model).refresh(force=True)
-    before = model(x)
-    scaled(model, factors)
-    if hasattr(model[1], "statistics"):
-        PublicStatistics.of(model).refresh()
-    torch.testing.assert_close(model(x), before, rtol=1e-6, atol=1e-6)
-
-
-def test_without_normalization_the_scale_matters() -> None:
-    model, x = network(), images(6)
-    for place in (1, 4, 8):
-        model[place] = nn.Identity()
-    before = model(x)
-    scaled(model, [3.0, 3.0, 3.0])
-    assert not torch.allclose(model(x), before, rtol=0.1)

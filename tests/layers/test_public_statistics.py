@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from clipwise import PerExample, Private, make_private
 from clipwise.errors import ConfigurationError
 from clipwise.layers import PublicBatchNorm1d, PublicStatistics, replace_batchnorm
-from clipwise.layers.all_public_statistics import AllPublicStatistics
+from clipwise.layers.public_statistics import AllPublicStatistics
 
 SIZE, FEATURES, WIDTH = 16, 6, 8
 
