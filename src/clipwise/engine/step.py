@@ -90,12 +90,16 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
     if not context.is_described:
         training_loop.require_no_loss_scaling(losses)
     # Tensors that the graph saved may be marked; here they act as plain tensors.
-    with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
-        if context.independence is not None:
-            context.independence.examine(losses)
-        if observer is not None:
-            losses = observer.losses(context, piece, losses)
-        clipped = context.clipper.sum_at_outputs(losses, outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            if context.independence is not None:
+                context.independence.examine(losses)
+            if observer is not None:
+                losses = observer.losses(context, piece, losses)
+            clipped = context.clipper.sum_at_outputs(losses, outputs)
+        except RuntimeError as error:
+            opaque.explain(error)
+            raise
     return gather(context, piece, clipped)
 
 

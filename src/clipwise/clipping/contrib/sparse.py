@@ -17,8 +17,8 @@ from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.thresholds import Constants, ScaledConstants
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import PerExampleGradients, Written
+from clipwise.gradients.examples import Contribution, Path
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.paths import Contribution, Path
 from clipwise.validation.arguments import number, whole, with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer do not show a drift
