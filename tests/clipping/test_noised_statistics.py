@@ -261,7 +261,7 @@ def test_without_a_rule_there_is_nothing_beside_the_gradient() -> None:
     clipper = Batch(1.0).attach(site(model))
     assert len(clipper.bounds) == 1
     assert clipper.clipped_sum(model(torch.randn(4, 3))).keys() == trainable(model).keys()
-    assert LayerStatistics().bounds == ()
+    assert LayerStatistics(None, site(model), 1.0).bounds == ()
 
 
 # Refusals
