@@ -16,7 +16,12 @@ from clipwise.deprecation import VALUES, RenamedMembers
 from clipwise.errors import ConfigurationError
 
 
-class Adjacency(str, Enum):
+class _Text(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Adjacency(_Text):
     """The neighbouring relation between data sets.
 
     ZERO_OUT: one unit is replaced by an empty one, which contributes nothing. The size of the data set is public.
@@ -30,19 +35,13 @@ class Adjacency(str, Enum):
     ADD_REMOVE = "add-remove"
     REPLACE_ONE = "replace-one"
 
-    def __str__(self) -> str:
-        return self.value
 
-
-class Unit(str, Enum, metaclass=RenamedMembers):
+class Unit(_Text, metaclass=RenamedMembers):
     """The unit of privacy: one record, one microbatch of records, or all records of one user."""
 
     RECORD = "record"
     MICROBATCH = "microbatch"
     USER = "user"
-
-    def __str__(self) -> str:
-        return self.value
 
     @staticmethod
     def renamed_members() -> Mapping[str, str]:
@@ -50,7 +49,7 @@ class Unit(str, Enum, metaclass=RenamedMembers):
         return {"MINI_SET": "MICROBATCH"}
 
 
-class Sampling(str, Enum):
+class Sampling(_Text):
     """How a batch is drawn.
 
     POISSON: each unit is included independently with the same probability.
@@ -68,9 +67,6 @@ class Sampling(str, Enum):
     PARTITION = "partition"
     SHUFFLED = "shuffled"
     FULL = "full"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 # The pairs with a proven sensitivity and a proven accountant. The first adjacency is the default of the scheme.
@@ -251,13 +247,13 @@ def split_noise(
     raise ConfigurationError(f"split={split!r} is not known: use 'equal' or 'optimal'.")
 
 
-def rounded_up(epsilon: float) -> str:
-    """Round up to four significant digits."""
-    text = f"{epsilon:.4g}"
-    if float(text) >= epsilon:
+def rounded_up(value: float, digits: int = 4) -> str:
+    """Round up to a few significant digits."""
+    text = f"{value:.{digits}g}"
+    if float(text) >= value:
         return text
-    unit = 10.0 ** (math.floor(math.log10(epsilon)) - 3)
-    return f"{float(text) + unit:.4g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return f"{float(text) + unit:.{digits}g}"
 
 
 @dataclass(frozen=True)

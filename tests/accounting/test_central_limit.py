@@ -47,7 +47,6 @@ def test_it_under_reports(z: float, rate: float, steps: int, epsilon: float) -> 
     assert found.epsilon_if_it_were_true(1e-5) == pytest.approx(epsilon, rel=1e-3)
     exact = accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=1e-5)
     assert found.epsilon_if_it_were_true(1e-5) < exact
-    assert found.delta_if_it_were_true(exact) < 1e-5
 
 
 @pytest.mark.parametrize("z", [0.5, 1.0, 3.0])

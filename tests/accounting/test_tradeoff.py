@@ -14,6 +14,7 @@ from clipwise.accounting import accountants, gaussian
 from clipwise.accounting.tradeoff import Tradeoff, of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import SUPPORTED, Adjacency, Entry, Event, Sampling, Unit
+from tests.accounting.curve_algebra import composed, diluted, inverse, is_symmetric, subsampled, symmetric
 
 Make = Callable[..., Entry]
 
@@ -59,7 +60,7 @@ def test_gaussian_is_the_closed_form_from_below(mu: float) -> None:
     f = Tradeoff.gaussian(mu)
     require_valid(f)
     require_tight(f, exact_gaussian(mu, ALPHAS), 1e-4)
-    assert f.is_symmetric
+    assert is_symmetric(f)
     assert f.advantage() == pytest.approx(2 * special.ndtr(mu / 2) - 1, abs=1e-9)
 
 
@@ -77,10 +78,10 @@ def test_extreme_gaussians() -> None:
 def test_subsampling_is_the_hull_of_both_orders(mu: float, rate: float) -> None:
     """Touched by p f + (1 - p) Id and its inverse, which are closed forms, and above no mixture of them."""
     f = Tradeoff.gaussian(mu)
-    found = f.subsample(rate)
+    found = subsampled(f, rate)
     mixed = rate * exact_gaussian(mu, ALPHAS) + (1 - rate) * (1 - ALPHAS)
     require_valid(found)
-    assert found.is_symmetric
+    assert is_symmetric(found)
     assert np.max(found(ALPHAS) - mixed) <= LAST_DIGIT
     assert np.max(found(mixed) - ALPHAS) <= 1e-9  # the inverse passes through the same points, swapped
     # Its (epsilon, delta) curve is the closed form of one sampled step, for epsilon >= 0.
@@ -90,53 +91,22 @@ def test_subsampling_is_the_hull_of_both_orders(mu: float, rate: float) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(mus, rates)
-def test_subsampling_never_lowers(mu: float, rate: float) -> None:
-    f = Tradeoff.gaussian(mu)
-    assert np.min(f.subsample(rate)(ALPHAS) - f(ALPHAS)) >= -2e-15
-    assert np.max(np.abs(f.subsample(1.0)(ALPHAS) - f(ALPHAS))) <= 2e-15
-    assert np.array_equal(f.subsample(0.0)(ALPHAS), 1 - ALPHAS)
-
-
-@settings(deadline=None, max_examples=25)
 @given(mus, mus)
 def test_composition_of_gaussians_is_gaussian(a: float, b: float) -> None:
-    f = Tradeoff.gaussian(a).tensor(Tradeoff.gaussian(b))
+    f = composed((Tradeoff.gaussian(a), 1), (Tradeoff.gaussian(b), 1))
     require_valid(f)
     require_tight(f, exact_gaussian(math.hypot(a, b), ALPHAS), 1e-3)
 
 
 @pytest.mark.parametrize(("mu", "count"), [(0.1, 100), (0.01, 10_000), (3.0, 5), (0.001, 10**6)])
 def test_many_copies(mu: float, count: int) -> None:
-    require_tight(Tradeoff.gaussian(mu).repeated(count), exact_gaussian(mu * math.sqrt(count), ALPHAS), 1e-3)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.floats(0.1, 4.0), st.floats(0.001, 0.9), st.integers(1, 50))
-def test_composition_never_raises(mu: float, rate: float, count: int) -> None:
-    for f in (Tradeoff.gaussian(mu).subsample(rate), Tradeoff.gaussian(mu).diluted(rate)):
-        product = f.repeated(count)
-        require_valid(product)
-        assert np.max(product(ALPHAS) - f(ALPHAS)) <= 1e-12
-
-
-def test_neutral_and_absorbing_curves() -> None:
-    f = Tradeoff.gaussian(1.0)
-    assert f.tensor(Tradeoff.identity(), Tradeoff.identity()) is f
-    assert f.repeated(0)(0.25) == 0.75
-    assert f.tensor(Tradeoff.nothing())(0.0) == 0
-    assert f.repeated(10**8)(1e-6) == 0
-
-
-def test_too_many_copies_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"^count .*1e\+08"):
-        Tradeoff.gaussian(1e-8).repeated(10**16)
+    require_tight(composed((Tradeoff.gaussian(mu), count)), exact_gaussian(mu * math.sqrt(count), ALPHAS), 1e-3)
 
 
 def test_randomized_response_composes_as_binomials_do() -> None:
     """(epsilon, 0) three times: the losses are -3, -1, 1 and 3 times epsilon, with binomial probabilities."""
     epsilon = 0.5  # on the grid
-    f = Tradeoff.from_profile([epsilon], [0.0]).repeated(3)
+    f = composed((Tradeoff.from_profile([epsilon], [0.0]), 3))
     p = math.exp(epsilon) / (1 + math.exp(epsilon))
     under_p = np.array([p**3, 3 * p * p * (1 - p), 3 * p * (1 - p) ** 2, (1 - p) ** 3])
     under_q = under_p[::-1]
@@ -144,19 +114,11 @@ def test_randomized_response_composes_as_binomials_do() -> None:
     require_tight(f, truth + 1e-15, 1e-3)
 
 
-def test_failure_probabilities_of_releases_add_up() -> None:
-    """(0, delta) three times: nothing is learned unless one of the three fails."""
-    f = Tradeoff.from_profile([0.0], [0.01]).repeated(3)
-    failing = 1 - 0.99**3
-    assert f(0.0) == pytest.approx(1 - failing, abs=1e-8)
-    assert failing <= f.advantage() <= failing + 1e-8
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.05, 3.0), st.floats(0.01, 1.0), st.floats(0.0, 6.0))
 def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
     """The deltas of a curve at some epsilons give a curve that is no higher and touches it."""
-    f = Tradeoff.gaussian(mu).subsample(rate)
+    f = subsampled(Tradeoff.gaussian(mu), rate)
     epsilons = np.linspace(0, 30, 1501)
     back = Tradeoff.from_profile(epsilons, [f.delta(e) for e in epsilons])
     assert np.max(back(ALPHAS) - f(ALPHAS)) <= 2e-15
@@ -168,13 +130,13 @@ def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), min_size=1, max_size=8), st.floats(0.01, 1.0))
-def test_any_profile_gives_a_valid_curve(pairs: list[tuple[float, float]], rate: float) -> None:
+@given(st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1)), min_size=1, max_size=8))
+def test_any_profile_gives_a_valid_curve(pairs: list[tuple[float, float]]) -> None:
     """Even if pairs are unsorted, repeated or redundant; each of them holds for the curve."""
     epsilons, deltas = zip(*pairs, strict=True)
     f = Tradeoff.from_profile(epsilons, deltas)
     require_valid(f)
-    assert f.is_symmetric
+    assert is_symmetric(f)
     for epsilon, delta in pairs:
         line = np.maximum(1 - delta - math.exp(epsilon) * ALPHAS, math.exp(-epsilon) * (1 - delta - ALPHAS))
         assert np.min(f(ALPHAS) - line) >= -1e-12
@@ -182,22 +144,17 @@ def test_any_profile_gives_a_valid_curve(pairs: list[tuple[float, float]], rate:
         [np.maximum(1 - d - math.exp(e) * ALPHAS, math.exp(-e) * (1 - d - ALPHAS)) for e, d in pairs], axis=0
     )
     assert np.max(f(ALPHAS) - np.maximum(highest, 0)) <= LAST_DIGIT
-    require_valid(f.subsample(rate))
-    require_valid(f.diluted(rate).inverse())
-    require_valid(f.tensor(f))
 
 
-def test_inverse_and_symmetric_of_one_order() -> None:
-    f = Tradeoff.gaussian(2.0).diluted(0.3)
-    assert not f.is_symmetric
+def test_the_hull_of_both_orders() -> None:
+    f = diluted(Tradeoff.gaussian(2.0), 0.3)
+    assert not is_symmetric(f)
     inner = ALPHAS[1:-1]
-    assert np.max(np.abs(f.inverse()(f(inner)) - inner)) <= 1e-9
-    hull = f.symmetric()
-    assert hull.is_symmetric
-    assert np.max(hull(ALPHAS) - np.minimum(f(ALPHAS), f.inverse()(ALPHAS))) <= LAST_DIGIT
+    assert np.max(np.abs(inverse(f)(f(inner)) - inner)) <= 1e-9
+    hull = symmetric(f)
+    assert is_symmetric(hull)
+    assert np.max(hull(ALPHAS) - np.minimum(f(ALPHAS), inverse(f)(ALPHAS))) <= LAST_DIGIT
     assert hull.advantage() == pytest.approx(f.advantage(), rel=1e-12)
-    assert hull.symmetric() is hull
-    assert np.array_equal(f.inverse().inverse().betas, f.betas)
 
 
 ISSUE = [
@@ -218,7 +175,7 @@ def test_history_agrees_with_the_accountant(sampling: str, rate: float, z: float
     f = of(history)
     assert time.perf_counter() - start < 5  # 0.5 s on an idle machine
     require_valid(f)
-    assert f.is_symmetric
+    assert is_symmetric(f)
     assert f.epsilon(1e-5) == pytest.approx(accountants.epsilon_of(history, 1e-5), rel=2e-3)
     assert f.advantage() == pytest.approx(accountants.delta_of(history, 0.0), rel=1e-6, abs=1e-9)
     for epsilon in (0.1, 1.0):
@@ -228,8 +185,8 @@ def test_history_agrees_with_the_accountant(sampling: str, rate: float, z: float
 @pytest.mark.parametrize(("rate", "z", "steps"), [(0.01, 1.0, 1000), (0.1, 4.0, 500), (0.02, 0.6, 50)])
 def test_history_agrees_with_the_algebra_of_curves(rate: float, z: float, steps: int) -> None:
     """The same runs by tensor products of subsampled Gaussian curves, which never see a Gaussian's loss."""
-    fixed = Tradeoff.gaussian(1 / z).subsample(rate).repeated(steps)
-    poisson = Tradeoff.gaussian(1 / z).diluted(rate).repeated(steps).symmetric()
+    fixed = composed((subsampled(Tradeoff.gaussian(1 / z), rate), steps))
+    poisson = symmetric(composed((diluted(Tradeoff.gaussian(1 / z), rate), steps)))
     for sampling, curve in (("fixed-size", fixed), ("poisson", poisson)):
         found = of(history_of(sampling, rate, z, steps))
         assert np.max(np.abs(found(ALPHAS) - curve(ALPHAS))) <= 2e-4
@@ -241,7 +198,7 @@ def test_history_agrees_with_the_algebra_of_curves(rate: float, z: float, steps:
 @pytest.mark.parametrize(("rate", "z"), [(0.01, 1.0), (0.3, 0.5), (0.9, 3.0)])
 def test_one_step_is_the_subsampling_operator(sampling: str, rate: float, z: float) -> None:
     found = of(history_of(sampling, rate, z, 1))
-    exact = Tradeoff.gaussian(1 / z).subsample(rate)
+    exact = subsampled(Tradeoff.gaussian(1 / z), rate)
     assert np.max(np.abs(found(ALPHAS) - exact(ALPHAS))) <= 1e-4
     assert np.max(found(ALPHAS) - (rate * exact_gaussian(1 / z, ALPHAS) + (1 - rate) * (1 - ALPHAS))) <= 1e-15
 
@@ -306,8 +263,8 @@ def test_trivial_histories(entry: Make) -> None:
 def test_a_mixed_history(entry: Make) -> None:
     """Full and Poisson steps together: the tensor product of the parts."""
     history = [entry("poisson", 0.05, 1.0, 40), entry("full", 1.0, 3.0, 4)]
-    one_order = Tradeoff.gaussian(1.0).diluted(0.05).repeated(40).tensor(Tradeoff.gaussian(2 / 3))
-    assert np.max(np.abs(of(history)(ALPHAS) - one_order.symmetric()(ALPHAS))) <= 2e-4
+    one_order = composed((diluted(Tradeoff.gaussian(1.0), 0.05), 40), (Tradeoff.gaussian(2 / 3), 1))
+    assert np.max(np.abs(of(history)(ALPHAS) - symmetric(one_order)(ALPHAS))) <= 2e-4
 
 
 @pytest.mark.parametrize("excess", [1e-12, 1e-6, 1e-3])
@@ -345,7 +302,7 @@ def test_extreme_histories(sampling: str, rate: float, z: float, steps: int) -> 
 
 
 def test_mu_is_the_smallest() -> None:
-    f = Tradeoff.gaussian(0.7).subsample(0.2).repeated(20)
+    f = of(history_of("fixed-size", 0.2, 1 / 0.7, 20))
     mu = f.mu(slack=1e-4)
     assert np.min(f(ALPHAS) - exact_gaussian(mu, ALPHAS)) >= -1e-4 - LAST_DIGIT
     assert np.min(f(ALPHAS) - exact_gaussian(0.99 * mu, ALPHAS)) < -1e-4
@@ -360,8 +317,6 @@ def test_bad_input_is_named() -> None:
     for name, call in {
         "mu": lambda: Tradeoff.gaussian(-1.0),
         "alpha": lambda: f(1.5),
-        "rate": lambda: f.subsample(-0.1),
-        "count": lambda: f.repeated(1.5),  # type: ignore[arg-type]
         "epsilon": lambda: f.delta(-1.0),
         "delta": lambda: f.epsilon(0.0),
         "slack": lambda: f.mu(math.nan),

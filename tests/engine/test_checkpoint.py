@@ -70,7 +70,7 @@ def place(tmp_path: Path) -> Place:
 def twin_of(private: Private, kind: str, **options: Any) -> tuple[nn.Module, Private]:
     """A run in memory with the same key, never interrupted."""
     model, twin = Place(Path()).begin(kind, **{**options, "ledger": None})
-    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
+    twin._context.keys.key = NoiseKey(private._context.keys.key.secret_bytes())
     return model, twin
 
 

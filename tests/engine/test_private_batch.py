@@ -643,7 +643,7 @@ def test_stopping_in_the_middle_of_a_batch_changes_nothing(tmp_path: Path, kind:
 
     model, private = private_run(ledger=tmp_path / "run.ledger", **options)
     straight, twin = private_run(**options)
-    twin._context.keys.key = NoiseKey.from_secret_bytes(private._context.keys.key.secret_bytes())
+    twin._context.keys.key = NoiseKey(private._context.keys.key.secret_bytes())
     go(straight, twin, 5)
     go(model, private, 2)
     assert not step(model, private, next(iter(private.loader.pieces())))  # one microbatch of the third batch

@@ -108,7 +108,7 @@ UNCOUNTED: list[Optimizers] = [
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where contents are not looked at, since that would wait for the device."""
-    monkeypatch.setattr("clipwise.validation.tensor_changes.Changes.may_have_changed", lambda self: self.was_counted())
+    monkeypatch.setattr("clipwise.validation.inventory.Changes.may_have_changed", lambda self: self.was_counted())
 
 
 def with_fresh_statistics(model: nn.Module, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -113,8 +113,6 @@ def spied_rules(seen: set[str]) -> Iterator[None]:
 
         return begin
 
-    with ExitStack() as patches:
-        for table in ("_RULES", "_RULES_FOR_ALL"):
-            rules = {name: spied(name, rule) for name, rule in getattr(registry, table).items()}
-            patches.enter_context(mock.patch.object(registry, table, rules))
+    rules = {name: found._replace(rule=spied(name, found.rule)) for name, found in registry.RULES.items()}
+    with mock.patch.object(registry, "RULES", rules):
         yield

@@ -10,7 +10,7 @@ import torch
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients import stream
-from clipwise.gradients.paths import Contribution
+from clipwise.gradients.examples import Contribution
 from tests.fuzz import check as checking
 from tests.fuzz import run
 from tests.fuzz.blocks import KINDS, Block

@@ -105,15 +105,15 @@ class spied:  # noqa: N801 (a context manager)
 
     def __init__(self, seen: set[str]) -> None:
         self._seen = seen
-        self._tables = (registry._RULES, registry._RULES_FOR_ALL)
+        self._rules = registry.RULES
 
     def __enter__(self) -> None:
-        registry._RULES, registry._RULES_FOR_ALL = (
-            {name: self._noting(name, rule) for name, rule in table.items()} for table in self._tables
-        )
+        registry.RULES = {
+            name: found._replace(rule=self._noting(name, found.rule)) for name, found in self._rules.items()
+        }
 
     def __exit__(self, *_: object) -> None:
-        registry._RULES, registry._RULES_FOR_ALL = self._tables
+        registry.RULES = self._rules
 
     def _noting(self, name: str, rule: Any) -> Any:
         def noting(node: Any, shapes: registry.Shapes) -> Any:

@@ -23,6 +23,7 @@ CONVOLUTIONS = [c for c in CASES if c.name.startswith("Conv") and "padding_mode"
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "usable", lambda t: True)
+    monkeypatch.setattr(forms.base, "_KERNELS_ON_CPU", True)
     monkeypatch.setattr(stream.Stream, "is_on_cuda", True)
     # Rows of any length are padded, as for a vocabulary.
     monkeypatch.setattr(forms.outer, "_aligned", lambda x: F.pad(x, (0, -x.shape[-1] % 64)))

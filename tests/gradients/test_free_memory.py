@@ -72,7 +72,11 @@ def test_it_is_decided_once_for_each_size(scene: Scene) -> None:
     scene.free = 0
     assert not isinstance(scene.found(8), Reweighted)
     assert scene.asked == 1
-    assert isinstance(scene.found(6), Reweighted)
+    assert not isinstance(scene.found(6), Reweighted)  # a smaller batch fits too
+    assert scene.asked == 1
+    assert isinstance(scene.found(10), Reweighted)
+    assert isinstance(scene.found(12), Reweighted)  # and a larger one does not
+    assert scene.asked == 2
     assert isinstance(scene.found(8, length=9), Reweighted)
     assert scene.asked == 3
 

@@ -189,7 +189,7 @@ def mistaken(factor: float) -> Callable[..., Any]:
 
 @pytest.fixture
 def rule(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     return lambda factor: register("CubeBackward")(mistaken(factor)) and None
 
 

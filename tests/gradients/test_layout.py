@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients import Memory, by_loop, per_example_gradients
+from clipwise.gradients import layout as layout_module
 from clipwise.gradients.layout import Layout, Probe, hypotheses, probe_weights
 from clipwise.gradients.resolve import Growth
 from tests.gradients.cases import trainable
@@ -92,28 +93,33 @@ def test_every_layout_is_among_the_hypotheses_and_agrees_with_itself(drawn: tupl
         assert torch.equal(scale(other, plain, weights), scale(layout, plain, weights))
 
 
+def resized(before: Layout, shape: torch.Size, batch: int) -> Layout | None:
+    found = layout_module.resized([[before]], [shape], batch)
+    return None if found is None else found[0][0]
+
+
 @QUICK
 @given(layouts(), st.integers(1, 5))
 def test_resized_is_the_same_layout_or_nothing(drawn: tuple[Layout, tuple[int, ...]], batch: int) -> None:
     layout, shape = drawn
     for k in range(1, 9):
-        resized = layout.resized(torch.Size((*shape[: layout.axis], k * batch, *shape[layout.axis + 1 :])), batch)
-        if resized is None:
+        found = resized(layout, torch.Size((*shape[: layout.axis], k * batch, *shape[layout.axis + 1 :])), batch)
+        if found is None:
             continue
-        assert resized.batch == batch and resized.size == k * batch
+        assert found.batch == batch and found.size == k * batch
         # A side of the fold of size 1 stays 1, or nothing is known.
-        assert resized.outer == 1 if layout.outer == 1 else layout.inner > 1 or resized.inner == 1
-        assert resized.inner == 1 if layout.inner == 1 else layout.outer > 1 or resized.outer == 1
+        assert found.outer == 1 if layout.outer == 1 else layout.inner > 1 or found.inner == 1
+        assert found.inner == 1 if layout.inner == 1 else layout.outer > 1 or found.outer == 1
 
 
 def test_a_layout_of_single_rows_does_not_determine_folds() -> None:
-    assert Layout(0, 1, 4, 1).resized(torch.Size([8, 3]), 4) is None
+    assert resized(Layout(0, 1, 4, 1), torch.Size([8, 3]), 4) is None
 
 
 def test_an_axis_that_keeps_its_size_in_another_batch_is_doubted() -> None:
-    assert Layout(0, 1, 4, 3).resized(torch.Size([12, 5]), 6) is None
-    assert Layout(0, 1, 4, 3).resized(torch.Size([18, 5]), 6) == Layout(0, 1, 6, 3)
-    assert Layout(0, 1, 4, 3).resized(torch.Size([12, 5]), 4) == Layout(0, 1, 4, 3)
+    assert resized(Layout(0, 1, 4, 3), torch.Size([12, 5]), 6) is None
+    assert resized(Layout(0, 1, 4, 3), torch.Size([18, 5]), 6) == Layout(0, 1, 6, 3)
+    assert resized(Layout(0, 1, 4, 3), torch.Size([12, 5]), 4) == Layout(0, 1, 4, 3)
 
 
 # Probes

@@ -136,7 +136,7 @@ def test_an_error_in_a_rule_is_raised_and_leaves_no_hook(monkeypatch: pytest.Mon
         return finish
 
     found = model(x).sum(1)
-    monkeypatch.setitem(registry._RULES, "AddmmBackward0", failing)
+    monkeypatch.setitem(registry.RULES, "AddmmBackward0", registry.Registered(failing))
     with pytest.raises(Odd) as raised:
         per_example_gradients(found, trainable(model), memory, "reweight").squared_norms()
     assert raised.value is odd

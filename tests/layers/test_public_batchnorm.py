@@ -24,7 +24,7 @@ from clipwise.layers.public_batchnorm import (
     PublicBatchNorm3d,
 )
 from clipwise.layers.public_statistics import PublicStatistics
-from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.inventory import Changes
 from tests.gradients.cases import losses as some_losses
 from tests.gradients.cases import oracle, trainable
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound

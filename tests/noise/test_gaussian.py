@@ -336,7 +336,7 @@ def test_the_construction_is_the_stated_one() -> None:
     assert NoiseKey.from_seed(7).secret_bytes() == blake(b"clipwise.seed", b"7:")
     name = hashlib.blake2b(digest_size=16, key=SECRET, person=b"clipwise.key-id").hexdigest()
     assert NoiseKey(SECRET).id == key.id == key.copy().id == name  # the same at every step
-    assert NoiseKey.from_secret_bytes(key.secret_bytes(), key.id).id == name
+    assert NoiseKey(key.secret_bytes(), key.id).id == name
 
 
 def test_advance_overwrites_the_old_secret_in_place() -> None:
@@ -407,14 +407,14 @@ def test_a_seed_that_is_no_whole_number_is_refused(seed: object) -> None:
 def test_the_secret_survives_its_resume_file() -> None:
     key = NoiseKey.fresh()
     key.advance()
-    again = NoiseKey.from_secret_bytes(key.secret_bytes())
+    again = NoiseKey(key.secret_bytes())
     assert again.derive("noise/0") == key.derive("noise/0")
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET[:31], SECRET + b"x", bytes(32), "a" * 32])
 def test_a_secret_that_is_none_is_refused(secret: object) -> None:
     with pytest.raises(ConfigurationError, match="secret"):
-        NoiseKey.from_secret_bytes(secret)  # type: ignore[arg-type]
+        NoiseKey(secret)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -97,9 +97,8 @@ def exercised(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return spy
 
-    for table in ("_RULES", "_RULES_FOR_ALL"):
-        rules = getattr(registry, table)
-        monkeypatch.setattr(registry, table, {name: spied(name, rule) for name, rule in rules.items()})
+    rules = {name: found._replace(rule=spied(name, found.rule)) for name, found in registry.RULES.items()}
+    monkeypatch.setattr(registry, "RULES", rules)
     for case in CASES:
         for dtype in (torch.float32, torch.float64):
             model = case.build(dtype)
@@ -199,7 +198,7 @@ def test_a_missing_name_leads_to_the_fallback_and_stays_exact(monkeypatch: pytes
     def blind(node: Node, shapes: registry.Shapes) -> registry.Finish:
         return node._saved_under_a_new_name
 
-    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": blind})
+    monkeypatch.setitem(registry.RULES, "AddmmBackward0", registry.Registered(blind))
     model, x = nn.Linear(5, 3).double(), torch.randn(4, 5, dtype=torch.float64)
     with pytest.warns(FallbackWarning, match="AddmmBackward0"):
         found = per_example_gradients(losses(model, (x,)), trainable(model), Memory()).instantiate(slice(0, 4))
@@ -215,14 +214,14 @@ def test_a_wrong_rule_is_found_before_any_release(dtype: torch.dtype, monkeypatc
         finish = honest(node, shapes)
         return lambda g, layout: finish(g * 1.1, layout)
 
-    monkeypatch.setattr(registry, "_RULES", {**registry._RULES, "AddmmBackward0": wrong})
+    monkeypatch.setitem(registry.RULES, "AddmmBackward0", registry.Registered(wrong))
     model, x = nn.Linear(5, 3).to(dtype), torch.randn(4, 5).to(dtype)
     with pytest.raises(UnsupportedModelError, match="does not agree with plain autograd"):
         per_example_gradients(losses(model, (x,)), trainable(model), Memory())
 
 
 def test_a_users_own_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     case = next(c for c in CASES if c.name == "custom function")
     called = []
 
@@ -257,7 +256,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("mistake", [1, 2])
 def test_the_documented_rule_works_and_is_checked_on_first_use(mistake: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
 
     @clipwise.gradients.register("ScaleBackward")
     def scale(node, shapes):

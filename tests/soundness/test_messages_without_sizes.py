@@ -236,7 +236,7 @@ PUBLIC = {  # of parameters, of configurations, of public rows
     *("self._network.output_shape", "len(counts)", "len(found)", "len(expected)", "len(inputs)", "expected_size"),
     *("self.size", "self.rows", "rows", "microbatch_size", "batch_size", "self.batch_size", "self.dataset_size"),
     *("self.expected_size", "self.max_batch_size", "default_limit(self.dataset_size, self.sample_rate)"),
-    *("1 / size", "len(arguments)", "self.memory"),
+    *("1 / size", "len(arguments)", "self.memory", "tuple(self._averages[name].shape)"),
 }
 NOT_OF_RUNS = ("audit", "cli", "tune", "accounting", "recipes", "ledger", "report")
 

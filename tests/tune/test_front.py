@@ -5,10 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.tune.front import Point, front
+from clipwise.tune.subject import Point, front
 
 POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30).map(
-    lambda pairs: [Point(i, a / 6, float(e), {}) for i, (a, e) in enumerate(pairs)]
+    lambda pairs: [Point(a / 6, float(e), number=i) for i, (a, e) in enumerate(pairs)]
 )
 
 

@@ -29,10 +29,6 @@ class CentralLimit:
         """Epsilon of G_mu at delta. The epsilon of the run may be larger: do not report this one."""
         return gaussian.epsilon(delta, self.mu)
 
-    def delta_if_it_were_true(self, epsilon: float) -> float:
-        """Delta of G_mu at epsilon. The delta of the run may be larger: do not report this one."""
-        return gaussian.delta(epsilon, self.mu)
-
     def __str__(self) -> str:
         return (
             f"mu={self.mu:.4g} by the central limit theorem: an approximation that may under-report, and no "

@@ -12,6 +12,7 @@ adjacency (2C for a clipped sum under replace-one), and so is the z of a `Step`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -60,12 +61,12 @@ class Composition:
 def compose(history: Sequence[Entry]) -> Composition:
     """Reduce a history to a form that accountants can bound, or refuse it."""
     require_one_guarantee(history)
-    steps: dict[Step, int] = {}
-    unamplified: dict[float, int] = {}  # how often a unit takes part, for each noise multiplier
-    amplified: dict[float, int] = {}
-    excess: dict[float, int] = {}
-    drawn: dict[tuple[float, float], int] = {}  # for each rate and noise multiplier
-    sure: dict[float, int] = {}
+    steps: Counter[Step] = Counter()
+    unamplified: Counter[float] = Counter()  # how often a unit takes part, for each noise multiplier
+    amplified: Counter[float] = Counter()
+    excess: Counter[float] = Counter()
+    drawn: Counter[tuple[float, float]] = Counter()  # for each rate and noise multiplier; random blocks count too
+    sure: Counter[float] = Counter()
     for entry in history:
         if entry.count < 0 or entry.count != int(entry.count):
             raise ConfigurationError("history: the count of an entry must be a whole number of at least 0.")
@@ -74,17 +75,16 @@ def compose(history: Sequence[Entry]) -> Composition:
         step = amplified_step(entry.event)
         participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts as a whole
         z, cut = entry.event.noise_multiplier, entry.event.excess
-        excess[cut] = excess.get(cut, 0) + entry.count
+        excess[cut] += entry.count
         if step is None:
-            unamplified[z] = unamplified.get(z, 0) + participations
+            unamplified[z] += participations
         else:
-            amplified[z] = amplified.get(z, 0) + participations
-            handled = _within_precision(step)
-            steps[handled] = steps.get(handled, 0) + entry.count
-        if _is_drawn(entry.event):
-            drawn[entry.event.sample_rate, z] = drawn.get((entry.event.sample_rate, z), 0) + entry.count
+            amplified[z] += participations
+            steps[Step(step.amplification, max(step.rate, SMALLEST_RATE), min(step.z, LARGEST_NOISE))] += entry.count
+        if AMPLIFICATION[entry.event.sampling] is not None and entry.event.sample_rate < 1 and z > 0:
+            drawn[entry.event.sample_rate, z] += entry.count
         else:
-            sure[z] = sure.get(z, 0) + participations
+            sure[z] += participations
     in_order = tuple(sorted(steps.items(), key=lambda item: (item[0].amplification.value, *item[0][1:])))
     return Composition(
         mu=_mu(unamplified),
@@ -111,12 +111,6 @@ def require_one_guarantee(history: Sequence[Entry]) -> None:
         )
 
 
-def _is_drawn(event: Event) -> bool:
-    """Whether each step draws independently whether a unit is in the batch; random blocks count too."""
-    is_amplified = AMPLIFICATION[event.sampling] is not None
-    return is_amplified and event.sample_rate < 1 and event.noise_multiplier > 0
-
-
 def amplified_step(event: Event) -> Step | None:
     """The amplified step of an event, or None for a Gaussian mechanism that every unit is in.
 
@@ -129,8 +123,3 @@ def amplified_step(event: Event) -> Step | None:
     if amplification is None or event.sample_rate == 1 or event.noise_multiplier < SMALLEST_NOISE:
         return None
     return Step(amplification, event.sample_rate, event.noise_multiplier)
-
-
-def _within_precision(step: Step) -> Step:
-    """The step, or a worse one that double precision can handle."""
-    return Step(step.amplification, max(step.rate, SMALLEST_RATE), min(step.z, LARGEST_NOISE))

@@ -133,14 +133,11 @@ class Filter:
     def _with_open(self) -> float:
         if self._open is None:
             return self._divergence
-        return math.nextafter(self._divergence + self._of(self._open), math.inf)
+        return math.nextafter(self._divergence + divergence_at(self.order, self._open), math.inf)
 
     def _epsilon(self, divergence: float, entry: Entry | None) -> float:
-        total = divergence + (0.0 if entry is None else self._of(entry))
+        total = divergence + (0.0 if entry is None else divergence_at(self.order, entry))
         return total * (1 + rdp.SLACK) + float(self._conversion[self._place])
-
-    def _of(self, entry: Entry) -> float:
-        return float(rdp.divergences(compose([entry]))[self._place])
 
     def _cuts(self, event: Event, count: int) -> float:
         if event.excess == 0:

@@ -15,8 +15,6 @@ from clipwise.accounting.gaussian import Array
 # A larger loss counts as infinite: e^300 can still be squared.
 LARGEST = 300.0
 SMALLEST = 1e-6
-# Below minus this, e^epsilon - 1 has too few digits, and lines are too flat to matter.
-MOST_NEGATIVE = 25.0
 # A crossing that would rise by less than this, and by less than this share of the detection rate, is not refined.
 ABSOLUTE = 1e-5
 RELATIVE = 5e-4
@@ -25,15 +23,13 @@ MOST_ROUNDS = 16
 MOST_POINTS = 6000
 
 
-def refined(profile: Callable[[Array], Array], *, both_signs: bool = False) -> tuple[Array, Array]:
+def refined(profile: Callable[[Array], Array]) -> tuple[Array, Array]:
     """Epsilons in rising order and their deltas, from a function that bounds delta from above at every epsilon.
 
     The bound is worst at the crossing of two lines. Where a line in between would raise it noticeably, that line is
-    added. Negative epsilons are included if `both_signs`.
+    added.
     """
-    positive = np.concatenate([[0.0], np.geomspace(SMALLEST, LARGEST, 128)])
-    negative = -np.geomspace(MOST_NEGATIVE, SMALLEST, 128)
-    epsilons = np.concatenate([negative, positive]) if both_signs else positive
+    epsilons = np.concatenate([[0.0], np.geomspace(SMALLEST, LARGEST, 128)])
     deltas = profile(epsilons)
     low, high = epsilons[:-1], epsilons[1:]
     delta_low, delta_high = deltas[:-1], deltas[1:]

@@ -52,12 +52,10 @@ def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = R
     """The result for scores, where larger means "member". Each threshold is a quantile of the others' scores."""
     if not len(members) or not len(others):
         raise ConfigurationError("members and others: give at least one score of each.")
-    falling = np.sort(others)[::-1]
-    found = {}
+    rising, found = np.sort(others), {}
     for rate in rates:
         alarms = math.floor(rate * len(others))
-        found[rate] = float((members > falling[alarms]).mean()) if alarms < len(others) else 1.0
-    rising = np.sort(others)
+        found[rate] = float((members > rising[-1 - alarms]).mean()) if alarms < len(others) else 1.0
     auc = (np.searchsorted(rising, members, "left") + np.searchsorted(rising, members, "right")).mean()
     return Membership(attack, found, float(auc) / (2 * len(others)), len(members), len(others))
 
@@ -143,7 +141,7 @@ class _Half(RunWatch):
 def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
     with evaluating(run.model), torch.no_grad():
         pieces = np.array_split(np.arange(records), -(-records // 256))
-        found = [loss(run.model, *run.loader._fetcher[piece]).double().numpy(force=True) for piece in pieces]
+        found = [loss(run.model, *run.loader.fetcher[piece]).double().numpy(force=True) for piece in pieces]
     return np.concatenate(found)
 
 

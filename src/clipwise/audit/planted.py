@@ -226,7 +226,7 @@ class Record(Planted):
         assert self.loss is not None
         names = list(run.parameters)
         with torch.enable_grad():
-            batch = Fetcher(self.home, run.loader._fetcher._collate_fn)[self.records[:1]]
+            batch = Fetcher(self.home, run.loader.fetcher.collate_fn)[self.records[:1]]
             loss = self.loss(run.model, *batch).sum()
             found = torch.autograd.grad(loss, [run.parameters[n] for n in names], allow_unused=True)
         gradient = {n: g.double() for n, g in zip(names, found, strict=True) if g is not None}

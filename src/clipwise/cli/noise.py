@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from clipwise import accounting
+from clipwise.accounting.calibrate import most_steps
+from clipwise.accounting.from_arguments import budget
 from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
 from clipwise.cli.places import require_picture
 from clipwise.cli.releases import table_of
@@ -18,6 +20,7 @@ from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling
 from clipwise.report import plots
+from clipwise.validation.arguments import number
 
 
 @takes_run_options
@@ -89,14 +92,14 @@ def _solve(options: RunOptions, epsilon: float) -> Solved:
 
 def _least_noise(options: RunOptions, epsilon: float) -> Solved:
     run = plan_of(options)
-    found = accounting.noise_multiplier(epsilon=epsilon, delta=options.delta, steps=run.steps, **run.arguments())
+    found = accounting.smallest_noise(run.event(1.0), run.steps, budget(epsilon), options.delta)
     shown = rounded_up(found, 6)  # the printed value is at least the one found
     return f"Least noise: a multiplier of {shown}", run, float(shown)
 
 
 def _most_steps(options: RunOptions, epsilon: float, z: float) -> Solved:
     run = plan_of(options, steps=1)
-    found = accounting.steps(epsilon=epsilon, delta=options.delta, noise_multiplier=z, **run.arguments())
+    found = most_steps(run.event(number("noise_multiplier", z, least=0)), epsilon, options.delta)
     run = replace(run, steps=found)
     # Rounded down, so that this many epochs fit.
     epochs = math.floor(100 * found / run.scheme.steps_per_epoch) / 100

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from decimal import ROUND_CEILING, Context, Decimal
 
 from rich.console import Console
 from rich.text import Text
 
+from clipwise import privacy
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.privacy import Adjacency, Unit
 
@@ -35,10 +35,7 @@ def remark(text: str, style: str = "") -> None:
 
 def rounded_up(value: float, digits: int = 4) -> str:
     """An upper bound for display, rounded up."""
-    if not math.isfinite(value):
-        return "infinite"
-    short = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(Decimal(value))
-    return f"{float(short):g}"
+    return f"{float(privacy.rounded_up(value, digits)):g}" if math.isfinite(value) else "infinite"
 
 
 def in_words(

@@ -20,8 +20,8 @@ from clipwise.accounting.from_arguments import MOST_STEPS
 from clipwise.cli.output import remark
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Adjacency, Entry, Sampling, Unit
-from clipwise.sampling import Scheme, TruncatedPoisson, make_scheme
+from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.sampling import Scheme, make_scheme
 
 Ledgers = Annotated[
     list[Path] | None,
@@ -137,20 +137,11 @@ class Plan:
 
     def history(self, noise_multiplier: float) -> list[Entry]:
         """The releases of the run with this noise multiplier."""
-        return [Entry(self.scheme.event(noise_multiplier, self.adjacency, self.unit), self.steps)]
+        return [Entry(self.event(noise_multiplier), self.steps)]
 
-    def arguments(self) -> dict[str, Any]:
-        """The step as keyword arguments of the functions of `clipwise.accounting`."""
-        found = {
-            "sampling": str(self.scheme.sampling),
-            "adjacency": str(self.adjacency),
-            "unit": str(self.unit),
-            "sample_rate": self.scheme.sample_rate,
-            "period": self.scheme.period,
-        }
-        if isinstance(self.scheme, TruncatedPoisson):
-            found |= {"dataset_size": self.scheme.dataset_size, "max_batch_size": self.scheme.max_batch_size}
-        return found
+    def event(self, noise_multiplier: float) -> Event:
+        """One step of the run."""
+        return self.scheme.event(noise_multiplier, self.adjacency, self.unit)
 
     def __str__(self) -> str:
         return (

@@ -10,13 +10,12 @@ import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
-from clipwise.cli.output import rounded_up, say, stdout
+from clipwise.cli.output import say, stdout
 from clipwise.cli.places import require_folder
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.tuning import RECIPES
 from clipwise.tune import Recipe, Subject, report, selection, study
-from clipwise.tune.front import Point, front
 from clipwise.tune.subject import of_script
 
 
@@ -111,10 +110,14 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     folder = out or Path("runs/tune")
     require_folder(folder)
     found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
-    stdout().print(_table([p for p, _ in found]))
+    head, *rows = report.table(found)
+    table = Table(*head, title="Runs that no other beats", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    stdout().print(table)
     for file in report.write(subject.name, found, folder):
         say(f"wrote {file}")
-    for sentence in report.cost_in_words([s for _, s in found]):
+    for sentence in report.cost_in_words(found):
         say(sentence)
 
 
@@ -135,12 +138,3 @@ def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None
     if found.released is not None and out is not None:
         save_file(found.released.output.state_dict(), out / "best.safetensors")
         say(f"wrote {out / 'best.safetensors'}")
-
-
-def _table(points: list[Point]) -> Table:
-    best = front(points)
-    names = list(best[0].settings) if best else []
-    table = Table("epsilon", "accuracy", *names, title="Runs that no other beats", title_justify="left")
-    for p in best:
-        table.add_row(rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(report.short(p.settings.get(n)) for n in names))
-    return table

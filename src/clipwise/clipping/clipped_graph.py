@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +17,9 @@ from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelErr
 from clipwise.gradients.layout import Layout, Probe, probe_weights
 from clipwise.gradients.opaque import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
+from clipwise.gradients.walk import Node, behind
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
-Node = Any
 _TOO_FEW = 2  # the largest group size of a normalization that is refused in mode="normalize"
 Wiring = int  # a hash of the sequence of operations in a graph
 
@@ -106,22 +105,15 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
 def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
     """Before a normalization over one or two numbers, gradients are rounding errors, which must not be scaled up."""
     (first, _), *_ = node.next_functions  # the input
-    entered, stack = {first}, [first]
-    while stack:
-        behind = stack.pop()
-        if behind is None:
-            continue
-        if id(getattr(behind, "variable", None)) in names:
-            layer = _layer_of(node)
-            what = "A normalization" if layer is None else f"Layer {layer.name!r}"
-            raise UnsupportedModelError(
-                f"{what} normalizes groups of {_together(node):g} numbers, so the gradients of earlier layers are 0 up "
-                "to rounding. Rounding depends on the other examples, and mode='normalize' would scale it up to the "
-                f"norm of a gradient: use groups of more than {_TOO_FEW} numbers, or mode='clip'."
-            )
-        new = {child for child, _ in behind.next_functions} - entered
-        entered |= new
-        stack.extend(new)
+    if first is None or not any(id(getattr(n, "variable", None)) in names for n in {first, *behind([first])}):
+        return
+    layer = _layer_of(node)
+    what = "A normalization" if layer is None else f"Layer {layer.name!r}"
+    raise UnsupportedModelError(
+        f"{what} normalizes groups of {_together(node):g} numbers, so the gradients of earlier layers are 0 up to "
+        "rounding. Rounding depends on the other examples, and mode='normalize' would scale it up to the norm of a "
+        f"gradient: use groups of more than {_TOO_FEW} numbers, or mode='clip'."
+    )
 
 
 def _together(node: Node) -> float:

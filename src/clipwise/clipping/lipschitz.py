@@ -41,7 +41,7 @@ from clipwise.lipschitz.weights import NORMS, MaxWeightNorm
 from clipwise.privacy import Unit
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.arguments import number, one_of, require_bool, with_plain_numbers
-from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.inventory import Changes
 
 _SMALLEST = 1e-12  # of a sensitivity: float32 would round smaller noise away
 _LARGEST = 2.0**50  # of any value or gradient: its square does not overflow in float32
@@ -164,7 +164,7 @@ class Lipschitz(Strategy):
     def _shape(self, site: Site) -> tuple[int, ...]:
         if self.input_shape is not None:
             return example_shape(self.input_shape)
-        first = next(tensors_in(site.empty_batch()), None) if site.empty_batch is not None else None
+        first = next(iter(tensors_in(site.empty_batch())), None) if site.empty_batch is not None else None
         if first is None or first.dim() == 0 or len(first) != 0:
             raise ConfigurationError(
                 "Lipschitz: the shape of one example cannot be inferred from dataset: pass input_shape, for "

@@ -72,12 +72,9 @@ class NoisedStatistics:
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        for name, value in asdict(self).items():
-            number(f"NoisedStatistics: {name}", value, above=0)
-        if self.momentum > 1:
-            raise ConfigurationError(f"NoisedStatistics: momentum={self.momentum!r} must be at most 1.")
-        if self.share >= 1:
-            raise ConfigurationError(f"NoisedStatistics: share={self.share!r} must be below 1.")
+        number("NoisedStatistics: max_norm", self.max_norm, above=0)
+        number("NoisedStatistics: momentum", self.momentum, above=0, most=1)
+        number("NoisedStatistics: share", self.share, above=0, below=1)
 
     def describe(self) -> dict[str, Any]:
         return {name: float(value) for name, value in asdict(self).items()}
@@ -90,12 +87,11 @@ class LayerStatistics:
         bounds: one part per layer, with sensitivity `factor` times R.
     """
 
-    def __init__(self, rule: NoisedStatistics | None = None, site: Site | None = None, factor: float = 2.0) -> None:
+    def __init__(self, rule: NoisedStatistics | None, site: Site, factor: float) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
-        if rule is None or site is None:
-            if site is not None:
-                _require_settled(site.model)
+        if rule is None:
+            _require_settled(site.model)
             return
         self._rule = rule
         for name, layer in site.model.named_modules():

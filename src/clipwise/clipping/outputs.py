@@ -111,9 +111,7 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
     root: Node = losses.grad_fn
     if root is None:
         raise StepError("losses carries no gradient: compute it from the model's output.")
-    entered, stack = {outputs.grad_fn, root}, [] if root is outputs.grad_fn else [root]
-    while stack:
-        node = stack.pop()
+    for node in _between(root, outputs.grad_fn):
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise StepError(
@@ -121,10 +119,6 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
                 "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
                 "weight_decay. Use only one forward pass."
             )
-        for child, _ in node.next_functions:
-            if child is not None and child not in entered:
-                entered.add(child)
-                stack.append(child)
 
 
 @torch.no_grad()

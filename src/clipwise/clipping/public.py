@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling import Fetcher
-from clipwise.sampling.batch_structure import map_tensors
+from clipwise.sampling.batch_structure import arguments_of, map_tensors
 from clipwise.validation.arguments import whole
 
 Loss = Callable[..., Tensor]
@@ -48,7 +48,6 @@ class PublicData:
         self.data = data
         self.loss, self.batch_size = loss, whole("PublicData: batch_size", batch_size, least=1)
         self.name = type(data).__name__ if name is None else name
-        self._batches: Sequence[Any] | DataLoader[Any] | None = None
         self._fetcher: Fetcher | None = None
         if isinstance(data, (list, tuple)) and any(isinstance(member, Tensor) for member in data):
             raise ConfigurationError(
@@ -56,7 +55,6 @@ class PublicData:
                 "TensorDataset(x, y) for columns, or a list with a tuple (x, y) for each batch."
             )
         if isinstance(data, (list, tuple, DataLoader)):
-            self._batches = data
             self.size = len(data)
         else:
             if isinstance(data, (Iterator, Tensor)) or not hasattr(data, "__getitem__"):
@@ -72,13 +70,12 @@ class PublicData:
     @property
     def comes_in_batches(self) -> bool:
         """Whether `data` consists of batches."""
-        return self._batches is not None
+        return self._fetcher is None
 
     def batches(self, size: int | None = None) -> Iterator[Any]:
         """All data in order, in batches of `size` (by default `batch_size`), or in the given batches."""
         if self._fetcher is None:
-            assert self._batches is not None
-            yield from self._batches
+            yield from self.data
             return
         step = self.batch_size if size is None else size
         for first in range(0, self.size, step):
@@ -87,9 +84,8 @@ class PublicData:
     def losses(self, model: nn.Module, batch: Any, device: torch.device, of: str = "example") -> Tensor:
         """The losses of a batch, which is moved to `device`: one per example, or a single loss for a microbatch."""
         batch = map_tensors(lambda t: t.to(device), batch)
-        arguments = batch if isinstance(batch, (list, tuple)) else (batch,)
         try:
-            losses = self.loss(model, *arguments)
+            losses = self.loss(model, *arguments_of(batch))
         except ClipwiseError:
             raise
         except Exception as error:

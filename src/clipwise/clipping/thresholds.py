@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,13 +128,8 @@ MaxNorm = float | Mapping[str, float] | NormRule
 
 def require_max_norm(max_norm: object) -> None:
     """Raise if `max_norm` is neither a positive number nor a mapping of them."""
-    norms: Iterable[Any] = max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]
-    for norm in norms:
-        number = isinstance(norm, (int, float)) and not isinstance(norm, bool)
-        if not (number and _LEAST_NORM <= norm <= _MOST_NORM):
-            raise ConfigurationError(
-                f"max_norm must be a positive, finite number (from {_LEAST_NORM:g} to {_MOST_NORM:g}), not {norm!r}."
-            )
+    for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
+        number("max_norm", norm, least=_LEAST_NORM, most=_MOST_NORM)
 
 
 def constants_for(max_norm: MaxNorm, parts: Groups | Policy, site: Site) -> Constants:
@@ -199,10 +194,7 @@ class Quantile(NormRule):
         with_plain_numbers(self)
         for name, value in asdict(self).items():
             number(f"Quantile: {name}", value, above=0)
-        if self.target >= 1:
-            raise ConfigurationError(
-                f"Quantile: target={self.target!r} must be below 1: it is the fraction of examples not clipped."
-            )
+        number("Quantile: target", self.target, below=1)
         if self.minimum < _LEAST_NORM or self.maximum > _MOST_NORM:
             raise ConfigurationError(
                 f"Quantile: minimum={self.minimum!r} and maximum={self.maximum!r} must lie between {_LEAST_NORM:g} and "

@@ -116,11 +116,8 @@ class VectorClipper(Clipper):
         statistics: layer statistics released with the gradient.
     """
 
-    def __init__(
-        self, constants: Constants, factor: float, vectors: float, statistics: LayerStatistics | None = None
-    ) -> None:
-        self._constants, self._factor = constants, factor
-        self._statistics = LayerStatistics() if statistics is None else statistics
+    def __init__(self, constants: Constants, factor: float, vectors: float, statistics: LayerStatistics) -> None:
+        self._constants, self._factor, self._statistics = constants, factor, statistics
         self.divisor = vectors * constants.share
         self.lasts, self.draws = constants.lasts, constants.alone
         self._restate()

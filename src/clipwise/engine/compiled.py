@@ -94,7 +94,7 @@ class CompiledStep:
         """Functions that collate the records again, if the loss gets the batch unchanged."""
         handed = self._context.handed
         is_same = handed is not None and _is_equal(batch, arguments_of(handed))
-        return self._context.loader.arrangements(piece) if is_same else ()
+        return self._context.loader.fetcher.arrangements(piece.indices) if is_same else ()
 
     def _eager_step(self, batch: Sequence[Any], piece: Piece) -> bool:
         """An eager step; in smaller pieces if it runs out of memory."""

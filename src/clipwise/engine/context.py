@@ -18,7 +18,7 @@ from clipwise.gradients.real_views import dimension
 from clipwise.ledger import multi_run
 from clipwise.ledger.file_format import new_tag
 from clipwise.ledger.ledger import FileLedger
-from clipwise.noise.key import NoiseKey
+from clipwise.noise.key import NoiseKey, StepKeys
 from clipwise.noise.secure import on_grid
 from clipwise.privacy import Part
 from clipwise.sampling import ByUser, PrivateLoader
@@ -28,38 +28,6 @@ from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest
 from clipwise.validation.step_inputs import StepGuard
 from clipwise.validation.training_loop import LoopWarnings
-
-
-class StepKeys:
-    """The secrets of the steps to come.
-
-    Attributes:
-        key: the key of the next step. `advance` overwrites it.
-        epoch: the secret of the current epoch, which its batches are drawn from together with the key of their step.
-        slot: the index of the next step in its epoch.
-        is_new: whether the ledger does not have the key's id yet.
-    """
-
-    def __init__(self, key: NoiseKey, steps_per_epoch: int) -> None:
-        self.key, self.epoch, self.slot, self.is_new = key, b"", 0, True
-        self._steps_per_epoch = steps_per_epoch
-
-    def advance(self) -> None:
-        """Overwrite the secret of this step with that of the next."""
-        if self.slot == 0:
-            self.epoch = self.key.derive("epoch")
-        self.key.advance()
-        self.slot = (self.slot + 1) % self._steps_per_epoch
-
-    def ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
-        """The sampling secrets of the coming steps: (step secret, epoch secret, slot). Works on a copy of the key."""
-        key, epoch, slot = self.key.copy(), self.epoch, self.slot
-        while True:
-            if slot == 0:
-                epoch = key.derive("epoch")
-            yield key.derive("sampling"), epoch, slot
-            key.advance()
-            slot = (slot + 1) % self._steps_per_epoch
 
 
 class StepContext:

@@ -35,7 +35,7 @@ def is_reproducible(context: StepContext) -> bool:
 def about(context: StepContext) -> About:
     """What a statement needs in addition to the releases."""
     plan, loop = context.plan, context.loop
-    tests = ("replacement", "collation") if context.loader.is_mixing_possible else ("replacement",)
+    tests = ("replacement", "collation") if context.loader.fetcher.is_mixing_possible else ("replacement",)
     return About(
         strategy=public_strategy(context),
         public_statistics=_statistics(context),

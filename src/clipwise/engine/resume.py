@@ -87,7 +87,7 @@ def _load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
         continues = expected.fingerprint == state["fingerprint"] and secrets.is_of_same_run(expected)
     continues = context.ranks.from_rank_0(lambda: continues, "state")
     if secrets is not None and continues:
-        keys.key = NoiseKey.from_secret_bytes(bytes.fromhex(secrets.key), secrets.key_id)
+        keys.key = NoiseKey(bytes.fromhex(secrets.key), secrets.key_id)
         keys.epoch = bytes.fromhex(secrets.epoch)
     else:
         keys.key = context.key_of_rank_0(NoiseKey.fresh())

@@ -64,7 +64,7 @@ def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     is_tested = any(test.is_pending for test in context.tests)
     context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
-        arrangements = partial(context.loader.arrangements, piece)
+        arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
         context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
     context.guard.at_draw(batch)
     # Marked before the views are drawn, so that gradients at the inputs are per example.
@@ -107,12 +107,16 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
     if not context.is_described:
         training_loop.require_no_loss_scaling(losses)
     # Tensors that the graph saved may be marked; here they act as plain tensors.
-    with opaque.explained(), torch._C.DisableTorchFunctionSubclass():
-        if context.independence is not None:
-            context.independence.examine(losses)
-        if observer is not None:
-            losses = observer.losses(context, piece, losses)
-        clipped = context.clipper.sum_at_outputs(losses, outputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            if context.independence is not None:
+                context.independence.examine(losses)
+            if observer is not None:
+                losses = observer.losses(context, piece, losses)
+            clipped = context.clipper.sum_at_outputs(losses, outputs)
+        except RuntimeError as error:
+            opaque.explain(error)
+            raise
     return gather(context, piece, clipped)
 
 

@@ -6,11 +6,10 @@
 from clipwise.gradients.examples import PerExampleGradients
 from clipwise.gradients.forms import Form, Outer, Rows, Written
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.memory import Memory
 from clipwise.gradients.methods import METHODS, per_example_gradients
 from clipwise.gradients.plain import by_loop
 from clipwise.gradients.rules.registry import RuleDoesNotApply, register, register_for_all_outputs, registered
-from clipwise.gradients.stream import FallbackWarning
+from clipwise.gradients.stream import FallbackWarning, Memory
 
 __all__ = [
     "METHODS",

@@ -31,7 +31,7 @@ Legend: B examples in the batch; an axis of size outer * B * inner holds example
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -60,6 +60,11 @@ class Layout:
     outer: int
     batch: int
     inner: int
+    is_simple: bool = field(init=False, compare=False, repr=False)  # whether row i belongs to example i
+
+    def __post_init__(self) -> None:
+        is_simple = type(self) is Layout and (self.axis, self.outer, self.inner) == (0, 1, 1)
+        object.__setattr__(self, "is_simple", is_simple)
 
     def split(self, t: Tensor) -> Tensor:
         """[..., outer*B*inner, ...] -> [B, ..., outer, inner, ...] (a view where strides allow)."""
@@ -95,28 +100,33 @@ class Layout:
         """The same rows, along another axis."""
         return replace(self, axis=axis)
 
-    def resized(self, shape: torch.Size, batch: int) -> Layout | None:
-        """The same layout for another batch and another number of rows, or None if that is in doubt.
-
-        If the size of the axis stayed the same though the batch size changed, the axis may not hold the examples.
-        """
-        if self.axis >= len(shape) or shape[self.axis] % batch:
-            return None
-        if batch != self.batch and shape[self.axis] == self.size:
-            return None
-        k = shape[self.axis] // batch
-        if self.outer == 1 and self.inner == 1:
-            return Layout(self.axis, 1, batch, 1) if k == 1 else None
-        if self.outer == 1:
-            return Layout(self.axis, 1, batch, k)
-        if self.inner == 1:
-            return Layout(self.axis, k, batch, 1)
-        return Layout(self.axis, self.outer, batch, self.inner) if k == self.outer * self.inner else None
-
     @property
     def size(self) -> int:
         """The length of the axis."""
         return self.outer * self.batch * self.inner
+
+
+def resized(places: Sequence[Sequence[Layout]], shapes: Sequence[torch.Size], batch: int) -> list[list[Layout]] | None:
+    """The same layouts for another batch and other numbers of rows, or None if one is missing or in doubt."""
+    found: list[list[Layout]] = []
+    for each, shape in zip(places, shapes, strict=True):
+        found.append([now for layout in each if (now := _resized(layout, shape, batch)) is not None])
+        if len(found[-1]) < max(1, len(each)):
+            return None
+    return found
+
+
+def _resized(layout: Layout, shape: torch.Size, batch: int) -> Layout | None:
+    """If the axis kept its size though the batch size changed, it may not hold the examples."""
+    axis, outer, inner = layout.axis, layout.outer, layout.inner
+    if axis >= len(shape) or shape[axis] % batch or (batch != layout.batch and shape[axis] == layout.size):
+        return None
+    k = shape[axis] // batch
+    if outer == 1:
+        return Layout(axis, 1, batch, k) if inner > 1 or k == 1 else None
+    if inner == 1:
+        return Layout(axis, k, batch, 1)
+    return Layout(axis, outer, batch, inner) if k == outer * inner else None
 
 
 def hypotheses(shape: torch.Size, batch: int) -> Iterator[Layout]:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.memory import Memory
-from clipwise.gradients.paths import written_out
+from clipwise.gradients.examples import Parameters, PerExampleGradients, written_out
 from clipwise.gradients.plain import by_loop, by_vmap
 from clipwise.gradients.reweight import Reweighted
-from clipwise.gradients.stream import Stream
+from clipwise.gradients.stream import Memory, Stream
 
 
 def by_choice(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:
     """Book-keeping or reweighting, depending on free memory."""
     stream = Stream(losses, parameters, memory)
-    if stream.is_probed or stream.fits():
-        return stream.collected()
-    return Reweighted(stream, len(losses), memory)
+    found = stream.collected_if_possible()
+    return Reweighted(stream, len(losses), memory) if found is None else found
 
 
 def by_bookkeeping(losses: Tensor, parameters: Parameters, memory: Memory) -> PerExampleGradients:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from clipwise.errors import UnsupportedModelError
 
 COMPILED = "CompiledFunctionBackward"  # the node of a compiled region
@@ -26,14 +23,8 @@ def require_not_rerun(*names: str) -> None:
         raise UnsupportedModelError(REFUSALS[REENTRANT])
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Replace torch's error about such a part by clipwise's explanation."""
-    try:
-        yield
-        return
-    except RuntimeError as error:
-        met = next((piece for piece, said in _SAID_BY_TORCH.items() if said in str(error)), None)
-        if met is None:
-            raise
-    raise UnsupportedModelError(REFUSALS[met])
+def explain(error: RuntimeError) -> None:
+    """Raise clipwise's explanation of an error of torch about such a part."""
+    for part, text in _SAID_BY_TORCH.items():
+        if text in str(error):
+            raise UnsupportedModelError(REFUSALS[part]) from None

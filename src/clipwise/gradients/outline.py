@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clipwise.gradients.operations import CLOSED, CROSSES, ISOMETRIC, TRANSPOSE
 
@@ -71,15 +71,13 @@ class Trust:
 
     _agreed: Counter[Operand] = field(default_factory=Counter)
     _tried: Counter[Operand] = field(default_factory=Counter)
-    _settled: Plan | None = None
+    settled: Plan | None = None  # all of its operands are trusted
 
     def open_in(self, plan: Plan) -> list[Operand]:
         """The operands that are not yet trusted."""
-        if self._settled is plan:
-            return []
         found = [Operand(use.index, j) for use in plan.uses for j in use.operands]
         found = [o for o in found if self._agreed[o] < _AGREEING_BATCHES and self._tried[o] < _MOST_TRIES]
-        self._settled = None if found else plan
+        self.settled = None if found else plan
         return found
 
     def note(self, operand: Operand, agrees: bool) -> None:
@@ -97,7 +95,9 @@ class Outline:
         # Each place before its inputs: the order in which graphs are compared, from the losses on.
         self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
         self.trust = Trust()
-        self.fits: dict[tuple[object, ...], bool] = {}  # batch sizes that book-keeping has memory for, or not
+        # By sizes of an example at both ends: the largest batch that fits into memory, the smallest that does not.
+        self.fits: dict[tuple[int, ...], tuple[float, float]] = {}
+        self.settled: Plan | None = None  # of graphs with known layouts
         self._hash = hash((entries, output))
         self._plan: Plan | None = None
 
@@ -135,7 +135,10 @@ class Plan:
         open: places that may or may not carry examples.
         taken_for_derived: places assumed to be made of parameters alone, without proof.
         is_coupled: whether no row of any tensor belongs to one example alone.
+        paths: paths of all operands (examples.py) and the parameters that they lead to, if no path needs autograd.
     """
+
+    paths: tuple[object, Any] | None = None
 
     def __init__(self, outline: Outline, decided: Mapping[int, bool]) -> None:
         self._outline, self.decided = outline, dict(decided)

@@ -9,10 +9,9 @@ sums in IEEE arithmetic, or fixes an error bound on its products in advance and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -35,43 +34,24 @@ class Arithmetic:
     operand_error: float
     slack: float
 
-    def products(self) -> Products:
-        """A block without autocast, with float32 products in this arithmetic."""
-        return Products(self.name)
+    def products(self) -> AbstractContextManager[Any]:
+        """A block without autocast, with float32 products in this arithmetic. Switches already set are not written."""
+        matrices = "highest" if self.name == "ieee" else "high"
+        return _UNCHANGED if _stand(matrices, self.name == "tf32") else _turned(matrices, self.name)
 
 
-class Products(ContextDecorator):
-    """A block, or a function, in which products run in one arithmetic.
+_UNCHANGED = nullcontext()
 
-    It is entered for every form in every step, so switches that are already set are not written.
-    """
 
-    def __init__(self, name: Literal["ieee", "tf32"]) -> None:
-        self._name = name
-        self._turned: ExitStack | None = None
-
-    def _recreate_cm(self) -> Products:
-        """As a decorator, every call restores its own switches."""
-        return Products(self._name)
-
-    def __enter__(self) -> None:
-        matrices = "highest" if self._name == "ieee" else "high"
-        if _stand(matrices, self._name == "tf32"):
-            return
-        with ExitStack() as stack:
-            for device in _AUTOCAST:
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(_matrix_products(matrices))
-            stack.enter_context(_convolutions(self._name))
-            self._turned = stack.pop_all()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._turned is not None:
-            turned, self._turned = self._turned, None
-            turned.__exit__(kind, error, trace)
+@contextmanager
+def _turned(matrices: str, convolutions: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in _AUTOCAST:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_matrix_products(matrices))
+        stack.enter_context(_convolutions(convolutions))
+        yield
 
 
 def _stand(matrices: str, tf32_convolutions: bool) -> bool:
@@ -108,7 +88,7 @@ def chosen_arithmetic(device: torch.device) -> Arithmetic:
         return TF32 if torch.backends.cuda.matmul.fp32_precision == "tf32" else IEEE
 
 
-def ieee_arithmetic() -> Products:
+def ieee_arithmetic() -> AbstractContextManager[Any]:
     """A block without autocast and without reduced precision in products."""
     return IEEE.products()
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
-from clipwise.gradients.layout import Layout
+from clipwise.gradients.layout import Layout, resized
 from clipwise.gradients.operations import ROW_MOVERS
-from clipwise.gradients.outline import Outline
+from clipwise.gradients.outline import Outline, Plan
 from clipwise.gradients.probing import Prober
-from clipwise.gradients.rules.registry import FinishAll, RuleDoesNotApply, begin, covers
+from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
 
 Place = tuple[int, int]  # index and output of a use
@@ -44,9 +44,9 @@ class Finding:
     layouts: dict[Place, list[Layout]]
     agreed: int = 1
     used: int = 0
-    # The last recalled layouts, and the sizes that they are valid for.
-    recalled: Resolved | None = None
-    recalled_for: tuple[int, list[torch.Size]] | None = None
+    plan: Plan | None = None
+    # The layouts for recent sizes.
+    recalled: dict[tuple[int, tuple[torch.Size, ...]], Resolved] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,22 +129,21 @@ class Resolver:
         finding.used += 1
         if finding.used % _PROBE_AGAIN_AFTER == 0:
             return None
-        graph.classify(finding.carries_data)
+        if not graph.uses or graph.plan is not finding.plan:
+            graph.classify(finding.carries_data)
+            finding.plan = graph.outline.settled = graph.plan
         self._watch_growth(graph)
-        batch = len(graph.losses)
-        shapes = [shape for use in graph.uses for shape in use.output_shapes]
-        if finding.recalled is None or finding.recalled_for != (batch, shapes):
-            found: dict[Place, list[Layout]] = {}
+        batch, shapes = len(graph.losses), tuple(shape for use in graph.uses for shape in use.output_shapes)
+        sizes = batch, shapes
+        if sizes not in finding.recalled:
             places = [(use.index, k) for use in graph.uses for k in use.outputs]
-            for place, shape in zip(places, shapes, strict=True):
-                found[place] = []
-                for before in finding.layouts.get(place, [None]):
-                    now = before.resized(shape, batch) if before else None
-                    if now is None:
-                        return None
-                    found[place].append(now)
-            finding.recalled, finding.recalled_for = _resolved(found, None), (batch, shapes)
-        return finding.recalled
+            found = resized([finding.layouts.get(place, []) for place in places], shapes, batch)
+            if found is None:
+                return None
+            if len(finding.recalled) >= _MOST_SIGNATURES:
+                finding.recalled.clear()
+            finding.recalled[sizes] = _resolved(dict(zip(places, found, strict=True)), None)
+        return finding.recalled[sizes]
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
@@ -209,7 +208,7 @@ class Resolver:
             # Another batch may distinguish what this batch could not.
             both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
             if all(both.values()):
-                before.layouts, before.recalled = both, None
+                before.layouts, before.recalled = both, {}
                 before.agreed += 1
                 return
         self.findings[graph.outline] = Finding(carries_data, candidates)
@@ -256,7 +255,7 @@ def _carries_examples(node: Node, outputs: tuple[int, ...], prober: Prober, know
     shapes = {j: output_shape(n, nr) for j, (n, nr) in enumerate(node.next_functions) if n is not None}
     regular = {k: prober.layouts((node, k)) for k in outputs}
     try:
-        finish = begin(node, shapes) if covers(node) else None
+        (finish,) = begin((node, shapes)) if covers(node) else (None,)
     except CoupledExamplesError:  # raised again if the node turns out to be a use
         return None if all(regular.values()) else False
     if not all(regular.values()):
@@ -272,7 +271,7 @@ def _carries_examples(node: Node, outputs: tuple[int, ...], prober: Prober, know
 
 
 def _carries_moved_rows(
-    node: Node, finish: FinishAll, regular: dict[int, list[Layout]], prober: Prober, known: bool | None
+    node: Node, finish: Begun, regular: dict[int, list[Layout]], prober: Prober, known: bool | None
 ) -> bool:
     """Whether an open node's rows are rows of examples, in a data-dependent order or number.
 
@@ -299,7 +298,7 @@ def _carries_moved_rows(
     return finite
 
 
-def _applies(finish: FinishAll, gradients: dict[int, Tensor], layouts: dict[int, Layout]) -> bool:
+def _applies(finish: Begun, gradients: dict[int, Tensor], layouts: dict[int, Layout]) -> bool:
     try:
         finish(gradients, layouts)
     except RuleDoesNotApply:

@@ -21,13 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.gradients.examples import PerExampleGradients
-from clipwise.gradients.forms import Budget, Form, at_least_float32, measured
+from clipwise.gradients.examples import Contribution, Path, PerExampleGradients
+from clipwise.gradients.forms import Budget, Form, measured
 from clipwise.gradients.forms.base import CHUNK_BYTES
-from clipwise.gradients.memory import Memory
-from clipwise.gradients.paths import Contribution, Path
 from clipwise.gradients.rare import PutAside
-from clipwise.gradients.stream import Stream, Take
+from clipwise.gradients.stream import Memory, Stream, Take
 
 
 class Reweighted(PerExampleGradients):
@@ -57,9 +55,7 @@ class Reweighted(PerExampleGradients):
         sums: dict[str, tuple[Path, Tensor]] = {}
         self._pass(partial(self._sum_up, sums, weights), retain=False)
         with torch.no_grad(), self._arithmetic.products():
-            return {
-                name: at_least_float32(path.pull(sums.pop(name)[1])[name]) for name, (path, _) in list(sums.items())
-            }
+            return {name: path.pull(sums.pop(name)[1]) for name, (path, _) in list(sums.items())}
 
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
         return self._stream.gradients(retain=True).instantiate(examples)

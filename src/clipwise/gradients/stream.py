@@ -26,25 +26,37 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients import fallback, free_memory, selfcheck
-from clipwise.gradients.examples import Parameters, PerExampleGradients
+from clipwise.gradients.examples import Contribution, Parameters, Path, PerExampleGradients, joined, paths_in
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.memory import Memory
 from clipwise.gradients.outline import Operand
-from clipwise.gradients.paths import Contribution, joined, paths_in
-from clipwise.gradients.resolve import Resolved
+from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.gradients.rare import Rare
+from clipwise.gradients.resolve import Resolved, Resolver
 from clipwise.gradients.rules.registry import RuleDoesNotApply, begin
 from clipwise.gradients.selfcheck import has_gradient
-from clipwise.gradients.walk import Edge, Use, dtype_at, gradients_at, node_name, zeros_at
+from clipwise.gradients.walk import Edge, Outlines, Use, dtype_at, gradients_at, node_name, zeros_at
 
 Take = Callable[[dict[str, Contribution]], None]
 Outputs = Mapping[int, Tensor]
 
 _MOST_SIZES = 512
+_FIRST = (0,)
 
 
 class FallbackWarning(UserWarning):
     """An operation has no rule. Its per-example gradients are exact but slow."""
+
+
+@dataclass
+class Memory:
+    """What a run keeps between batches: its arithmetic, and known outlines and layouts."""
+
+    arithmetic: Arithmetic = IEEE
+    rare: Rare = field(default_factory=Rare)
+    outlines: Outlines = field(default_factory=Outlines)
+    resolver: Resolver = field(default_factory=Resolver)
+    fallbacks: set[str] = field(default_factory=set)  # operations without a rule seen so far
 
 
 @dataclass
@@ -73,16 +85,26 @@ class Stream:
         self._take(memory.resolver.resolve(self._graph))
 
     def _take(self, resolved: Resolved) -> None:
-        graph, plan = self._graph, self._graph.plan
+        graph, plan, trust = self._graph, self._graph.plan, self._graph.outline.trust
         self._resolved = resolved
         # From the pass that found the layouts; None for a graph that was known already.
         self._gradients = resolved.gradients
-        self._open = graph.outline.trust.open_in(plan)  # not yet compared with plain autograd
-        self._begun = {use: begin(use.node, use.shapes) for use in graph.uses}
-        self._paths = dict(zip(graph.uses, paths_in(graph, self._parameters), strict=True))
+        self._open = [] if trust.settled is plan else trust.open_in(plan)  # not yet compared with plain autograd
+        self._begun = dict(zip(graph.uses, begin(*((use.node, use.shapes) for use in graph.uses)), strict=True))
+        self._paths = dict(zip(graph.uses, self._paths_of_uses(), strict=True))
         # A backward pass stops at uses with no other use behind them.
         self._hooked = [use for use, above in zip(graph.uses, plan.has_use_behind, strict=True) if above]
         self._deepest = [use for use, above in zip(graph.uses, plan.has_use_behind, strict=True) if not above]
+
+    def _paths_of_uses(self) -> list[dict[int, Path]]:
+        """For each use, the paths of its operands. Paths without autograd are the same for every graph of a plan."""
+        plan = self._graph.plan
+        if plan.paths is None or plan.paths[0] is not self._parameters:
+            found = paths_in(self._graph, self._parameters)
+            if not all(way.is_by_hand for ways in plan.routes for way in ways.values()):
+                return found
+            plan.paths = self._parameters, found
+        return plan.paths[1]
 
     @property
     def is_probed(self) -> bool:
@@ -95,16 +117,16 @@ class Stream:
         return self._graph.losses.is_cuda
 
     def fits(self) -> bool:
-        """Whether memory allows all gradients at once. Cached per graph, batch size and sizes at both ends."""
-        known = self._graph.outline.fits
-        ends = (*self._graph.uses[:1], *self._graph.uses[-1:])
-        batch = len(self._graph.losses)
-        sizes = batch, *(use.output_shapes[0] for use in ends)
-        if sizes not in known:
+        """Whether memory allows all gradients at once. Decided once per graph and sizes; a smaller batch fits too."""
+        known, uses, batch = self._graph.outline.fits, self._graph.uses, len(self._graph.losses)
+        sizes = tuple(use.output_shapes[0].numel() // batch for use in (*uses[:1], *uses[-1:]))
+        most, least = known.get(sizes, (0, math.inf))
+        if most < batch < least:
             if len(known) >= _MOST_SIZES:
                 known.clear()
-            known[sizes] = free_memory.has_space_for(self.output_bytes(), self._parameters, batch)
-        return known[sizes]
+            fits = free_memory.has_space_for(self.output_bytes(), self._parameters, batch)
+            known[sizes] = most, least = (batch, least) if fits else (most, batch)
+        return batch <= most
 
     def output_bytes(self) -> Counter[torch.device]:
         """The size of the gradients at all uses, per device."""
@@ -114,6 +136,10 @@ class Stream:
             for k in use.outputs:
                 total[metadata[k].device] += math.prod(metadata[k].shape) * metadata[k].dtype.itemsize
         return total
+
+    def collected_if_possible(self) -> PerExampleGradients | None:
+        """`collected`, if memory allows it."""
+        return self.collected() if self.is_probed or self.fits() else None
 
     def collected(self) -> PerExampleGradients:
         """All gradients as forms, from one pass that frees the graph.
@@ -231,11 +257,14 @@ class Stream:
             now.take({name: self._joined(now, name) for name in ready})
 
     def _forms_by_rule(self, use: Use, outputs: Outputs) -> dict[int, Form] | None:
-        finish = self._begun[use]
-        if finish is None:
+        begun, layouts = self._begun[use], self._resolved.layouts[use.index]
+        if begun is None:
             return None
         try:
-            return finish(outputs, self._resolved.layouts[use.index])
+            if not begun.for_all and use.outputs == _FIRST and not outputs[0].is_complex():  # nearly always
+                found: dict[int, Form] = begun.finish(outputs[0], layouts[0])
+                return found
+            return begun(outputs, layouts)
         except RuleDoesNotApply:
             return None
 

@@ -97,13 +97,16 @@ class Graph:
 
     def classify(self, decided: Mapping[int, bool]) -> None:
         """Find uses and open nodes. `decided` maps open nodes (by index) to whether they carry data."""
-        self.plan = self.outline.plan(decided)
-        self.uses = [self._use(found) for found in self.plan.uses]
+        self.follow(self.outline.plan(decided))
         if self.plan.is_coupled:
             raise CoupledExamplesError(
                 "The losses do not separate into examples: between the parameters and the losses, no row belongs to "
                 f"one example alone. {USUAL_CAUSES}"
             )
+
+    def follow(self, plan: Plan) -> None:
+        """Find the uses of a plan."""
+        self.plan, self.uses = plan, [self._use(found) for found in plan.uses]
 
     def _use(self, found: UsePlan) -> Use:
         node = self.order[found.index]
@@ -135,7 +138,10 @@ class Outlines:
         if not self._recent or self._recent[0] is not outline:
             others = [other for other in self._recent if other is not outline]
             self._recent = [outline, *others[: _RECENT - 1]]
-        return Graph(losses, order, outline)
+        graph = Graph(losses, order, outline)
+        if outline.settled is not None:
+            graph.follow(outline.settled)
+        return graph
 
 
 def _require_open(outline: Outline) -> None:

@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.sampling.batch_structure import evaluating
-from clipwise.validation.inventory import Inventory
-from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.inventory import Changes, Inventory
 
 Moments = tuple[Tensor, Tensor]  # mean and variance per channel
 

@@ -3,7 +3,6 @@
 The file is append-only text. A line is a JSON object, a space and a checksum:
 
     header      format, run id, the largest block, the caller's public configuration
-    format      the following lines have a newer format than the header
     event       the id of an event, and the event
     reserve     `count` releases of an event are spent; closes the reservation of that run before it
     settle      `used` of the run's open reservation were released, the rest is given back
@@ -18,8 +17,6 @@ The file is append-only text. A line is a JSON object, a space and a checksum:
 
 A line may name the `run` that it is about; without it, it is about the run that begins with the header or with the
 last join. A line with `exact: false` records that a counted release may not have been made.
-
-Format 1 had no `run`: one reservation was open at a time, and its size doubled up to the largest block.
 
 A checksum is the hash of the previous checksum and of its own line, so it detects lines that were changed, removed or
 moved. It has no secret key: it detects damage and careless edits, but not a forger. A file cannot show that lines are
@@ -61,7 +58,7 @@ class LedgerState:
 
     def __init__(self) -> None:
         self.run, self.untagged = "", ""  # id of the ledger, and the run of lines without a `run`
-        self.format = self.block = 0
+        self.block = 0
         self.header: Record = {}
         self.about: list[Record] = []
         self.plan: Record | None = None  # the first plan in a description
@@ -125,11 +122,6 @@ class LedgerState:
         a torn line counts as the largest reservation that each run may have made next, with its last event. Before the
         first event line nothing can have been released.
         """
-        if self.format == 1:
-            event = self.ids[self._latest[1]] if torn and self._latest else None
-            count = 0 if event is None else self.block
-            reserved = sum(self.open.values())
-            return {"kind": "recovered", "reserved": reserved, "event": event, "count": count}
         named = [(run, self._entries[place].event) for run, place in self._growing.items()] if torn else []
         if torn and self._latest and self._latest not in named:
             named.append(self._latest)
@@ -156,17 +148,13 @@ class LedgerState:
         kind = record["kind"]
         if (kind == "header") == bool(self.run):
             raise ValueError("a header is the first line and no other")
-        if kind in ("header", "format"):
-            if not max(1, self.format) <= record["format"] <= FORMAT:
-                raise ValueError("an unknown format")
-            self.format = record["format"]
+        if record.get("format", FORMAT) != FORMAT:
+            raise ValueError("an unknown format")
         run = record.get("run", self.untagged)
         match kind:
             case "header":
                 self.run, self.block, self.header = record["run"], record["block"], record["header"]
                 self.untagged = self.run
-            case "format":
-                pass
             case "event":
                 self._latest = run, self._define(Event.from_dict(record["event"]))
             case "declared":
@@ -205,24 +193,19 @@ class LedgerState:
             self._part(run)
 
     def _recover(self, record: Record) -> None:
-        torn = record.get("torn", [])
-        if record.get("count"):  # format 1
-            torn = [[self.untagged, record["event"], record["count"]]]
-        for run, event, count in torn:
+        for run, event, count in record["torn"]:
             self._add(run, self._events[event], count)
-        self.exact = self.exact and not (torn or record["reserved"])
+        self.exact = self.exact and not (record["torn"] or record["reserved"])
         self.open.clear()
         self._growing.clear()
 
     def _import(self, record: Record) -> None:
-        for event, count, *tag in record["entries"]:
-            run = tag[0] if tag else self.untagged
+        for event, count, run in record["entries"]:
             self._part(run)  # imported entries are never merged
             self._add(run, self._define(Event.from_dict(event)), count)
             self._part(run)
             self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
-        self.plan = record.get("plan")
-        self.exact = self.exact and record.get("exact", False)  # format 1 had no such key
+        self.plan = record["plan"]
 
     def _describe(self, about: Record) -> None:
         if self.plan is None and (about.get("budget") or (about.get("planned") and not self.total)):

@@ -351,8 +351,6 @@ class FileLedger(Ledger):
                 file_format.require_same_run(state.header, given, self.path)
             if recovery is not None:
                 self._append(recovery, after=b"" if data.endswith(b"\n") else b"\n")
-            if state.format < file_format.FORMAT:
-                self._append({"kind": "format", "format": file_format.FORMAT})
             if data and join:
                 self._append({"kind": "join", "header": state.header if given is None else given})
         except BaseException:

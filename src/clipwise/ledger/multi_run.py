@@ -122,8 +122,8 @@ class Held:
             return None
         if self.continues:
             found = self._noise_before(event, steps, epsilon, delta)
-            if found is not None or not any(about.noise_multiplier for about in self.about):
-                return found  # older versions kept no plan and ignored the ledger
+            if found is not None:
+                return found
         plan = self.plan or late_plan(epsilon, delta)
         order = order_of(self.history, plan)
         z = calibrate.smallest_noise_after(self.history, event, steps, epsilon, delta, order)
@@ -220,7 +220,7 @@ def _require_another(first: LedgerFile, second: LedgerFile) -> None:
 
 
 def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
-    """The ids of the keys that runs used; older versions recorded none."""
+    """The ids of the keys that runs used."""
     return {key for each in about if isinstance(key := each.get("key"), str)}
 
 

@@ -29,7 +29,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -129,6 +129,15 @@ def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]
         drawer.result()
 
 
+def taken_from(starts: deque[int]) -> Iterator[int]:
+    """The starts that other threads have not taken."""
+    while starts:
+        try:
+            yield starts.popleft()
+        except IndexError:  # another thread was quicker
+            return
+
+
 @lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """The drawing threads. Threads do not survive a fork, so each process has its own."""
@@ -144,11 +153,7 @@ def _draw_chunks(
     """
     out = noise.numpy()
     buffer = np.empty(min(_CPU_CHUNK, len(out)))
-    while starts:
-        try:
-            start = starts.popleft()
-        except IndexError:  # another thread was quicker
-            return
+    for start in taken_from(starts):
         stop = min(start + _CPU_CHUNK, len(out))
         drawn = buffer[: stop - start]
         _stream(key, first_chunk + start // _CPU_CHUNK).standard_normal(out=drawn)

@@ -1,9 +1,10 @@
-"""NoiseKey: the secret of a run, from which noise and samples are derived."""
+"""NoiseKey: the secret of a run, from which noise and samples are derived; and StepKeys, the secrets of its steps."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NoReturn
 
@@ -61,11 +62,6 @@ class NoiseKey:
         data = f"{seed}:".encode() + context
         return cls(blake2b(data, digest_size=KEY_BYTES, person=b"clipwise.seed").digest())
 
-    @classmethod
-    def from_secret_bytes(cls, secret: bytes, id: str = "") -> NoiseKey:
-        """The inverse of `secret_bytes`, for the key with this id."""
-        return cls(secret, id)
-
     def secret_bytes(self) -> bytes:
         """The secret itself. Only for the resume file, which only its owner can read."""
         return bytes(self._current())
@@ -112,3 +108,35 @@ class NoiseKey:
             "a NoiseKey cannot be pickled, copied by `copy` or saved by torch: it would put the noise's "
             "secret into a file. Use NoiseKey.copy(), or secret_bytes() for a private resume file."
         )
+
+
+class StepKeys:
+    """The secrets of the steps to come.
+
+    Attributes:
+        key: the key of the next step. `advance` overwrites it.
+        epoch: the secret of the current epoch, which its batches are drawn from together with the key of their step.
+        slot: the index of the next step in its epoch.
+        is_new: whether the ledger does not have the key's id yet.
+    """
+
+    def __init__(self, key: NoiseKey, steps_per_epoch: int) -> None:
+        self.key, self.epoch, self.slot, self.is_new = key, b"", 0, True
+        self._steps_per_epoch = steps_per_epoch
+
+    def advance(self) -> None:
+        """Overwrite the secret of this step with that of the next."""
+        if self.slot == 0:
+            self.epoch = self.key.derive("epoch")
+        self.key.advance()
+        self.slot = (self.slot + 1) % self._steps_per_epoch
+
+    def ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
+        """The sampling secrets of the coming steps: (step secret, epoch secret, slot). Works on a copy of the key."""
+        key, epoch, slot = self.key.copy(), self.epoch, self.slot
+        while True:
+            if slot == 0:
+                epoch = key.derive("epoch")
+            yield key.derive("sampling"), epoch, slot
+            key.advance()
+            slot = (slot + 1) % self._steps_per_epoch

@@ -53,7 +53,7 @@ def noised_by_part(
         for name in entries:
             by_device.setdefault(total[name].device, []).append(name)
         for place, (device, names) in enumerate(by_device.items()):
-            scales = scales_of(part, names)
+            scales = scales_of(part, names) if part.scales else []
             sums = [total.pop(n) for n in names]
             if part.grid:
                 assert key is not None

@@ -56,9 +56,9 @@ def noised_together(
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
-    """The scales of some parameters of a part; empty if it has none."""
-    by_name = dict(zip(part.parameters, part.scales, strict=True)) if part.scales else {}
-    return [by_name[name] for name in names] if by_name else []
+    """The scales of some parameters of a part that has scales."""
+    by_name = dict(zip(part.parameters, part.scales, strict=True))
+    return [by_name[name] for name in names]
 
 
 @torch.no_grad()

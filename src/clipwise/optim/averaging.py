@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.layers.public_statistics import AllPublicStatistics
-from clipwise.validation.arguments import one_of, require_module
+from clipwise.validation.arguments import number, one_of, require_module, whole
 
 KINDS = ("exponential", "uniform")
 
@@ -37,12 +37,8 @@ class AveragedParameters:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, kind: str = "exponential", start: int = 0) -> None:
-        if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
-            raise ConfigurationError(f"decay must lie in [0, 1), not {decay!r}.")
-        one_of("kind", kind, KINDS)
-        if not isinstance(start, int) or start < 0:
-            raise ConfigurationError(f"start must be a whole number that is not negative, not {start!r}.")
-        self._model, self._decay, self._kind, self._start = model, float(decay), kind, start
+        self._model, self._kind = model, one_of("kind", kind, KINDS)
+        self._decay, self._start = number("decay", decay, least=0, below=1), whole("start", start)
         self.updates = 0
         self.is_applied = False
         self._averages = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -102,10 +98,9 @@ class AveragedParameters:
         require_module(model)
         parameters = dict(model.named_parameters())
         if (name := self._not_in(parameters)) is not None:
-            average = self._averages[name]
             raise ConfigurationError(
-                f"copy_to: the model has no parameter {name!r} of shape {tuple(average.shape)}: give a model "
-                "with the architecture of the trained one."
+                f"copy_to: the model has no parameter {name!r} of shape {tuple(self._averages[name].shape)}: give a "
+                "model with the architecture of the trained one."
             )
         with torch.no_grad():
             self._write(parameters, self._averages)

@@ -75,13 +75,14 @@ def sequence_like(example: list[Any] | tuple[Any, ...], members: list[Any]) -> S
     return type(example)(*members) if hasattr(example, "_fields") else type(example)(members)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor, in order."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for member in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(member)
+        return [value]
+    if not isinstance(value, (list, tuple, Mapping)):
+        return []
+    members = value.values() if isinstance(value, Mapping) else value
+    return [tensor for member in members for tensor in tensors_in(member)]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class Fetcher(Dataset[Any]):
             )
         self.dataset_size = length_of(dataset)
         self._dataset = dataset
-        self._collate_fn = collate_fn
+        self.collate_fn = collate_fn
         self._tensors: tuple[torch.Tensor, ...] | None = None
         if collate_fn is None and _is_plain_tensors(dataset):
             self._tensors = dataset.tensors
@@ -65,9 +65,9 @@ class Fetcher(Dataset[Any]):
             return _none_from_one_and_two(one, two)
         except _UnknownStructureError:
             pass
-        if self._collate_fn is not None:
+        if self.collate_fn is not None:
             try:
-                return self._collate_fn([])
+                return self.collate_fn([])
             except Exception:
                 pass  # its message could quote a record
         raise ConfigurationError(
@@ -79,7 +79,7 @@ class Fetcher(Dataset[Any]):
     @property
     def is_mixing_possible(self) -> bool:
         """Whether user code handles several records at once: a `collate_fn` or a `__getitems__`."""
-        return self._tensors is None and (self._collate_fn is not None or self._fetches_together)
+        return self._tensors is None and (self.collate_fn is not None or self._fetches_together)
 
     @property
     def _fetches_together(self) -> bool:
@@ -94,7 +94,7 @@ class Fetcher(Dataset[Any]):
         found: list[Callable[[Sequence[int]], Any]] = []
         if self._tensors is not None:
             return found
-        if self._collate_fn is not None:
+        if self.collate_fn is not None:
             records = self._records(indices.tolist())
             # Copies, because some collate functions change their records.
             found.append(lambda places: self._collate([copy.copy(records[place]) for place in places]))
@@ -103,14 +103,13 @@ class Fetcher(Dataset[Any]):
         return found
 
     def _records(self, indices: list[int]) -> list[Any]:
-        get_many = getattr(self._dataset, "__getitems__", None)
-        if get_many is not None:
-            return list(get_many(indices))
+        if self._fetches_together:
+            return list(self._dataset.__getitems__(indices))
         return [self._dataset[i] for i in indices]
 
     def _collate(self, records: list[Any]) -> Any:
-        if self._collate_fn is not None:
-            return self._collate_fn(records)
+        if self.collate_fn is not None:
+            return self.collate_fn(records)
         try:
             return default_collate(records)
         except RuntimeError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -95,7 +95,7 @@ class PrivateLoader:
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
         self._scheme = scheme
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._secrets = secrets
         self.max_physical_batch_size = max_physical_batch_size
         self._num_workers = num_workers
@@ -150,15 +150,6 @@ class PrivateLoader:
         piece = self.current
         return piece is not None and not (piece.consumed and piece.last)
 
-    @property
-    def is_mixing_possible(self) -> bool:
-        """See `Fetcher.is_mixing_possible`."""
-        return self._fetcher.is_mixing_possible
-
-    def arrangements(self, piece: Piece) -> list[Callable[[Sequence[int]], Any]]:
-        """See `Fetcher.arrangements`."""
-        return self._fetcher.arrangements(piece.indices)
-
     def consume(self) -> Piece:
         """Mark the current piece as used, once, and return it."""
         piece = self.awaited()
@@ -197,7 +188,7 @@ class PrivateLoader:
         if self._num_workers or self._pin_memory:
             fetched = self._fetch_ahead()
         else:
-            fetched = ((piece, self._fetcher[piece.indices]) for piece in self._schedule())
+            fetched = ((piece, self.fetcher[piece.indices]) for piece in self._schedule())
         self.is_fetching = True
         for piece, batch in fetched:
             if self._prepare is not None:
@@ -244,7 +235,7 @@ class PrivateLoader:
                 yield piece.indices
 
         batches = DataLoader(
-            self._fetcher,
+            self.fetcher,
             batch_size=None,
             sampler=request(),
             collate_fn=_as_fetched,

@@ -13,22 +13,21 @@ from typing import Any
 from clipwise.ledger.durable_files import replace_file
 from clipwise.privacy import rounded_up
 from clipwise.report.plots import METADATA, STYLE
-from clipwise.tune.front import Point, front
 from clipwise.tune.selection import composed_epsilon
-from clipwise.tune.subject import Score
+from clipwise.tune.subject import Point, front
 
 RESULTS = "results.json"
 
 
-def write(name: str, found: Sequence[tuple[Point, Score]], out: Path) -> list[Path]:
+def write(name: str, points: Sequence[Point], out: Path) -> list[Path]:
     """Write results.json, front.md and, if matplotlib is installed, front.svg; returns the files.
 
     Results of another study in the folder are kept: those of this study then go into a subfolder.
     """
     out = _place(name, out)
-    points = [p for p, _ in found]
-    stored = {"study": name, "trials": [vars(p) for p in points], "front": [p.number for p in front(points)]}
-    results, page = json.dumps(stored, indent=1) + "\n", markdown(name, found)
+    trials = [{key: getattr(p, key) for key in ("number", "accuracy", "epsilon", "settings")} for p in points]
+    stored = {"study": name, "trials": trials, "front": [p.number for p in front(points)]}
+    results, page = json.dumps(stored, indent=1) + "\n", markdown(name, points)
     files = [out / RESULTS, out / "front.md"]
     replace_file(files[0], lambda file: file.write(results.encode()), mode=0o644)
     replace_file(files[1], lambda file: file.write(page.encode()), mode=0o644)
@@ -57,28 +56,30 @@ def _is_free(name: str, folder: Path) -> bool:
     return isinstance(stored, dict) and stored.get("study") == name
 
 
-def markdown(name: str, found: Sequence[tuple[Point, Score]]) -> str:
+def markdown(name: str, points: Sequence[Point]) -> str:
     """The front as a table, and the cost of the search."""
-    points = [p for p, _ in found]
+    head, *rows = table(points)
+    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
+    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join([*lines, "", *cost_in_words(points)]) + "\n"
+
+
+def table(points: Sequence[Point]) -> list[list[str]]:
+    """The head and the rows of a table of the front."""
     best = front(points)
     names = list(best[0].settings) if best else []
-    head = ["epsilon", "accuracy", *names]
-    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
-    lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for p in best:
-        values = [short(p.settings.get(n)) for n in names]
-        lines.append(f"| {' | '.join([rounded_up(p.epsilon), f'{p.accuracy:.2%}', *values])} |")
-    return "\n".join([*lines, "", *cost_in_words([s for _, s in found])]) + "\n"
+    rows = [[rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(_short(p.settings.get(n)) for n in names)] for p in best]
+    return [["epsilon", "accuracy", *names], *rows]
 
 
-def cost_in_words(scores: Sequence[Score]) -> list[str]:
+def cost_in_words(points: Sequence[Point]) -> list[str]:
     """The cost of the search in sentences."""
     lines = [
         "Epsilon is that of one run. The scores are accuracies on held-out records, without noise, and the search "
         "depends on them. On public data that costs nothing. On private records this choice has no guarantee: tune on "
         "public data, or use `clipwise tune --accounted`."
     ]
-    runs, cost = len(scores), composed_epsilon(scores)
+    runs, cost = len(points), composed_epsilon(points)
     if cost is not None:
         epsilon, delta = cost
         lines.append(
@@ -106,6 +107,6 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
     return file
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     """Formats a setting for a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -10,16 +10,15 @@ from typing import Any
 
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.privacy import rounded_up
-from clipwise.tune.front import Point
 from clipwise.tune.space import Choice, Dimension, Space, described, plain
-from clipwise.tune.subject import Score, Subject
+from clipwise.tune.subject import Point, Subject
 
 FILE = "study.db"
 SPACE = "space"  # the attribute of a study that describes its space
 Say = Callable[[str], None]
 
 
-def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0) -> list[tuple[Point, Score]]:
+def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0) -> list[Point]:
     """Run until the study has `trials` finished trials; returns all of them, including earlier ones.
 
     `say` is called with one line per run. The runs do not use `seed`.
@@ -35,7 +34,7 @@ def search(subject: Subject, trials: int, out: Path, say: Say, *, seed: int = 0)
             raise ConfigurationError(
                 f"Every run of {subject.name} failed; the last error was: {failed[-1].user_attrs.get('reason', '')}"
             )
-    return [_found(t) for t in _finished(study)]
+    return [_point(t) for t in _finished(study)]
 
 
 def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
@@ -54,12 +53,7 @@ def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
 
 def suggested(trial: Any, space: Space) -> dict[str, Any]:
     """A point of the space, drawn by the sampler of a trial."""
-    found: dict[str, Any] = {}
-    for name, d in space.items():
-        try:
-            found[name] = _drawn(trial, name, d)
-        except ValueError as error:  # only in a study of an earlier version, which did not store its space
-            raise _another_space([f"{name!r} is another dimension"]) from error
+    found = {name: _drawn(trial, name, d) for name, d in space.items()}
     trial.set_user_attr("settings", {name: plain(value) for name, value in found.items()})
     return found
 
@@ -77,44 +71,22 @@ def _finished(study: Any) -> list[Any]:
     return [t for t in study.trials if t.state.name == "COMPLETE"]
 
 
-def _found(trial: Any) -> tuple[Point, Score]:
+def _point(trial: Any) -> Point:
     kept, release = trial.user_attrs, trial.user_attrs.get("release")
+    release = None if release is None else tuple(release)
     accuracy, epsilon = trial.values
-    score = Score(accuracy, epsilon, kept.get("delta"), None if release is None else tuple(release))
-    return Point(trial.number, accuracy, epsilon, dict(kept["settings"])), score
-
-
-def _space_of(study: Any, now: dict[str, Any]) -> dict[str, Any]:
-    """The description stored in a study. A study of an earlier version has none, only the names."""
-    kept: dict[str, Any] | None = study.user_attrs.get(SPACE)
-    if kept is not None:
-        return kept
-    others = (t.params for t in _finished(study) if t.params.keys() != now.keys())
-    return {name: now.get(name) for name in next(others, now)}
+    return Point(accuracy, epsilon, kept.get("delta"), release, trial.number, dict(kept["settings"]))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     gone = [f"{name!r} is gone" for name in before if name not in now]
     new = [f"{name!r} is new" for name in now if name not in before]
-    return (
-        gone
-        + new
-        + [
-            f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}"
-            for name in now
-            if name in before and before[name] != now[name]
-        ]
-    )
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    return gone + new + [f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}" for name in changed]
 
 
 def _in_words(dimension: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in dimension.items())
-
-
-def _another_space(differences: list[str]) -> ConfigurationError:
-    return ConfigurationError(
-        f"SPACE has changed since this study began: {'; '.join(differences)}. Give another folder with --out."
-    )
 
 
 def _study(subject: Subject, out: Path, seed: int) -> Any:
@@ -130,13 +102,15 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
     now = described(subject.space)
     storage = f"sqlite:///{out / FILE}"
     study = _opened(optuna, subject.name, storage)
-    differences = _differences(_space_of(study, now), now)
+    differences = _differences(study.user_attrs.get(SPACE, {} if study.trials else now), now)
     if differences and all(t.state.name == "FAIL" for t in study.trials):
         # After a fixed mistake in a script, for example: there is no finished run to mix with others.
         optuna.delete_study(study_name=subject.name, storage=storage)
         study = _opened(optuna, subject.name, storage)
     elif differences:
-        raise _another_space(differences)
+        raise ConfigurationError(
+            f"SPACE has changed since this study began: {'; '.join(differences)}. Give another folder with --out."
+        )
     if not study.trials:
         study.set_user_attr(SPACE, now)
     # A continued study must not draw its first points again.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,23 @@ class Score:
     epsilon: float
     delta: float | None = None
     release: tuple[float, float, int] | None = None
+
+
+@dataclass(frozen=True)
+class Point(Score):
+    """A finished run of a search."""
+
+    number: int = 0
+    settings: Settings = field(default_factory=dict)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The Pareto front: the points that no other beats in both accuracy and epsilon, sorted by epsilon."""
+    found: list[Point] = []
+    for p in sorted(points, key=lambda p: (p.epsilon, -p.accuracy, p.number)):  # the first of equal ones
+        if not found or p.accuracy > found[-1].accuracy:
+            found.append(p)
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.sampling.batch_structure import tensors_in
-from clipwise.validation.inventory import Inventory
-from clipwise.validation.tensor_changes import checksums
+from clipwise.validation.inventory import Inventory, checksums
 
 _TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
 _PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches

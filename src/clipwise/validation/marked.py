@@ -124,7 +124,7 @@ def _as_marked(value: Tensor, trace: Trace, is_pooled: bool) -> MarkedTensor:
 
 def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function and mark results that involve no parameter."""
-    given = list(tensors_in((args, kwargs)))
+    given = tensors_in((args, kwargs))
     marked = [t for t in given if isinstance(t, MarkedTensor)]
     has_parameters = any(t.requires_grad for t in given if not isinstance(t, MarkedTensor))
     result = func(*args, **kwargs)

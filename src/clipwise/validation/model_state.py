@@ -3,7 +3,7 @@
 A privacy statement is about the current weights. A run therefore records every parameter and buffer after
 `make_private` and after each update, and compares. Version counters and addresses are free, but miss writes through
 `.data`, by fused optimizers and by replayed CUDA graphs. Checksums find these in one pass over memory
-(tensor_changes.py).
+(inventory.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.validation.inventory import Inventory
-from clipwise.validation.tensor_changes import checksums
+from clipwise.validation.inventory import Inventory, checksums
 
 _SAMPLED = 128  # entries of each tensor that are compared before an update and after a dtype change
 _SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

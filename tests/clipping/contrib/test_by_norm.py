@@ -86,5 +86,5 @@ def test_layers_are_grouped_again_every_period() -> None:
 
 @pytest.mark.parametrize("groups", [0, -2, 2.0, True, "layer"], ids=repr)
 def test_a_number_of_groups_is_a_whole_number(groups: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"ByNorm: groups=.*whole number"):
+    with pytest.raises(ConfigurationError, match=r"ByNorm: groups .*whole number"):
         ByNorm(public(), groups=groups)

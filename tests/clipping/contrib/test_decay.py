@@ -25,7 +25,7 @@ QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 @pytest.mark.parametrize("factor", [0, 1.5, -0.5, math.nan, True, "0.9", None], ids=repr)
 def test_a_factor_lies_between_0_and_1(factor: Any) -> None:
-    with pytest.raises(ConfigurationError, match="NormDecay: factor must be a number above 0 and at most 1"):
+    with pytest.raises(ConfigurationError, match=r"NormDecay: factor must be .* greater than 0 and at most 1"):
         NormDecay(1.0, factor)
 
 
@@ -37,7 +37,7 @@ def test_it_happens_every_epoch_or_so_many_steps(every: Any) -> None:
 
 @pytest.mark.parametrize("norm", [0, -1.0, math.inf, "1", None, {"0": 0.0}], ids=repr)
 def test_it_begins_at_a_positive_number(norm: Any) -> None:
-    with pytest.raises(ConfigurationError, match="max_norm must be a positive, finite number"):
+    with pytest.raises(ConfigurationError, match="max_norm must be a finite number that is at least"):
         PerExample(NormDecay(norm, 0.9))
 
 

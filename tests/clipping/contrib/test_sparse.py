@@ -85,7 +85,7 @@ def test_within_is_a_positive_number(within: Any) -> None:
 
 @pytest.mark.parametrize("after", [-1, 0.5, None, True], ids=repr)
 def test_after_is_a_number_of_releases(after: Any) -> None:
-    with pytest.raises(ConfigurationError, match="Sparse: after must be a number of releases"):
+    with pytest.raises(ConfigurationError, match="Sparse: after must be a whole number"):
         Sparse(after=after)
 
 

@@ -14,7 +14,7 @@ from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
 from clipwise.clipping.grouping import Groups
 from clipwise.clipping.thresholds import Constants
 from clipwise.deprecation import renamed_fields
-from clipwise.errors import ConfigurationError
+from clipwise.validation.arguments import whole
 
 
 @renamed_fields(mini_set_size="microbatch_size")
@@ -52,10 +52,7 @@ class ByNorm(NormPolicy):
 
     def __post_init__(self) -> None:
         self.require_measurable()
-        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
-            raise ConfigurationError(
-                f"ByNorm: groups={self.groups!r} must be a whole number of at least 1; `among` selects what is grouped."
-            )
+        whole("ByNorm: groups (`among` selects what is grouped)", self.groups, least=1)
 
     def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """The groups and their C_k."""
@@ -63,10 +60,10 @@ class ByNorm(NormPolicy):
         cuts = best_cuts([math.log(e[h]) for h in ordered], self.groups)
         runs = [ordered[a:b] for a, b in pairwise(cuts)]
         lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
-        whole = math.hypot(*lengths)
+        total = math.hypot(*lengths)
         return Constants(
             {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
-            {f"group {k}": max_norm * (length / whole) for k, length in enumerate(lengths)},
+            {f"group {k}": max_norm * (length / total) for k, length in enumerate(lengths)},
             {},
         )
 

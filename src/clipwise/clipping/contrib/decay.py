@@ -13,7 +13,7 @@ from clipwise.clipping.base import Site, damaged
 from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.thresholds import Constants, NormRule, ScaledConstants, constants_for, require_max_norm
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import number, with_plain_numbers
 
 _LEAST = 1e-6
 Every = str | int | None  # "epoch", a number of steps, or never
@@ -21,10 +21,18 @@ Every = str | int | None  # "epoch", a number of steps, or never
 
 def require_every(every: object, who: str, never: bool = True) -> None:
     """Raise if `every` is neither "epoch" nor a number of steps, nor (if `never`) None."""
-    number = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if not (number or (isinstance(every, str) and every == "epoch") or (every is None and never)):
+    is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
+    if not (is_count or (isinstance(every, str) and every == "epoch") or (every is None and never)):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
         raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
+
+
+def saved_releases(state: Mapping[str, Any], what: str) -> int:
+    """The number of releases in a `state_dict`."""
+    releases = state.get("releases")
+    if not isinstance(releases, int) or releases < 0:
+        raise damaged(f"the number of releases of its {what} is missing")
+    return releases
 
 
 def period_of(every: Every, site: Site) -> int | None:
@@ -54,9 +62,7 @@ class NormDecay(NormRule):
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        number = isinstance(self.factor, (int, float)) and not isinstance(self.factor, bool)
-        if not (number and 0 < self.factor <= 1):
-            raise ConfigurationError(f"NormDecay: factor must be a number above 0 and at most 1, not {self.factor!r}.")
+        number("NormDecay: factor", self.factor, above=0, most=1)
         require_every(self.every, "NormDecay", never=False)
         if isinstance(self.max_norm, NormRule):
             raise ConfigurationError(
@@ -95,9 +101,7 @@ class Decaying(ScaledConstants):
         return {**self._inner.state_dict(), "decay": {"releases": self._releases}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = state.get("decay", {}).get("releases")
-        if not isinstance(releases, int) or releases < 0:
-            raise damaged("the number of releases of its decay is missing")
+        releases = saved_releases(state.get("decay", {}), "decay")
         self._inner.load_state_dict(state)
         self._releases = releases
         return self._take_over()

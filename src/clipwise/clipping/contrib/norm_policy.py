@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from clipwise.clipping.base import Site, damaged
-from clipwise.clipping.contrib.decay import Every, period_of, require_every
+from clipwise.clipping.base import Site
+from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
 from clipwise.clipping.contrib.released import Estimated, ReleasedNorms
 from clipwise.clipping.contrib.typical import OF, Measured, Question, Typical
 from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import one_of, with_plain_numbers
+from clipwise.validation.arguments import one_of, whole, with_plain_numbers
 
 Source = PublicData | ReleasedNorms
 
@@ -47,11 +47,8 @@ class NormPolicy(Policy):
         who = f"{type(self).__name__}: {self.grouped_by}"
         layers = group_parameters(self._measured(), site.parameters, who)
         question = Question(site, layers, self.of, self.microbatch_size)
-        typical = (
-            Estimated(self.public, question)
-            if isinstance(self.public, ReleasedNorms)
-            else Measured(self.public, question)
-        )
+        public = self.public
+        typical = Estimated(public, question) if isinstance(public, ReleasedNorms) else Measured(public, question)
         return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
     def public_data(self) -> tuple[PublicData, ...]:
@@ -70,12 +67,10 @@ class NormPolicy(Policy):
                 "number of steps with ReleasedNorms()."
             )
         object.__setattr__(self, "of", one_of(f"{who}: of", self.of, OF))
-        is_count = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size >= 1
-        if microbatch_size is not None and not (is_count and self.of == "microbatch"):
-            raise ConfigurationError(
-                f"{who}: microbatch_size={microbatch_size!r} must be a whole number of at least 1, and requires "
-                "of='microbatch'."
-            )
+        if microbatch_size is not None:
+            whole(f"{who}: microbatch_size", microbatch_size, least=1)
+            if self.of != "microbatch":
+                raise ConfigurationError(f"{who}: microbatch_size requires of='microbatch'.")
 
     def require_lengths(self, why: str, instead: str) -> None:
         """Raise if the source is `ReleasedNorms`, which gives only ratios of norms."""
@@ -129,9 +124,7 @@ class Following(Constants):
         return {"releases": self._releases, **self._typical.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = state.get("releases")
-        if not isinstance(releases, int) or releases < 0:
-            raise damaged("the number of releases of its constants is missing")
+        releases = saved_releases(state, "constants")
         self._typical.load_state_dict(state)
         self._releases = releases
         return self._take_over()

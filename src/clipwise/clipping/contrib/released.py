@@ -12,9 +12,9 @@ from torch import Tensor
 
 from clipwise.clipping.base import damaged
 from clipwise.clipping.contrib.typical import Question, Typical
-from clipwise.errors import ConfigurationError, StepError
+from clipwise.errors import StepError
 from clipwise.gradients.real_views import dimension, real_view
-from clipwise.validation.arguments import with_plain_numbers
+from clipwise.validation.arguments import number, with_plain_numbers
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,7 @@ class ReleasedNorms:
 
     def __post_init__(self) -> None:
         with_plain_numbers(self)
-        number = isinstance(self.memory, (int, float)) and not isinstance(self.memory, bool)
-        if not (number and 0 <= self.memory < 1):
-            raise ConfigurationError(
-                f"ReleasedNorms: memory must be a number of at least 0 and below 1, not {self.memory!r}."
-            )
+        number("ReleasedNorms: memory", self.memory, least=0, below=1)
 
     def describe(self) -> dict[str, Any]:
         return {"released": "gradients of the run", "memory": float(self.memory)}

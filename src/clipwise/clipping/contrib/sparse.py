@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.thresholds import Constants, ScaledConstants
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import PerExampleGradients, Written
+from clipwise.gradients.examples import Contribution, Path
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.paths import Contribution, Path
-from clipwise.validation.arguments import number, with_plain_numbers
+from clipwise.validation.arguments import number, whole, with_plain_numbers
 
 _LEAST_WINDOW = 10  # releases; fewer do not show a drift
 
@@ -68,8 +67,7 @@ class Sparse:
         with_plain_numbers(self)
         require_every(self.every, "Sparse", never=False)
         number("Sparse: within", self.within, above=0)
-        if isinstance(self.after, bool) or not isinstance(self.after, int) or self.after < 0:
-            raise ConfigurationError(f"Sparse: after must be a number of releases, 0 or more, not {self.after!r}.")
+        whole("Sparse: after", self.after)
 
     def describe(self) -> dict[str, Any]:
         return {"every": self.every, "within": float(self.within), "after": self.after}
@@ -146,7 +144,7 @@ class Thinned(ScaledConstants):
             frozen = old | window.has_converged(name, self._within)
             self._active[name] = p.numel() - int(frozen.sum())
             if self._active[name] < before[name]:
-                self._held[name] = torch.where(old, self._held.get(name, p.detach()), window.average(name).to(p.dtype))
+                self._held[name] = torch.where(old, self._held.get(name, p.detach()), window.averages[name].to(p.dtype))
                 self.frozen[name] = frozen
         return self._active != before
 
@@ -192,7 +190,7 @@ class _Window:
         self.length = 0 if state is None else int(state["length"])
         self._sums: dict[str, Tensor] = {}  # of z
         self._squares: dict[str, Tensor] = {}  # of z^2
-        self._averages: dict[str, Tensor] = {}  # of the weights at which the releases were computed
+        self.averages: dict[str, Tensor] = {}  # of the weights at which the releases were computed
         if state is not None and self.length:
             for kind, found in self._kinds().items():
                 found.update((n, _read(state[kind][n], at_least_float32(p))) for n, p in parameters.items())
@@ -204,7 +202,7 @@ class _Window:
         }
 
     def _kinds(self) -> dict[str, dict[str, Tensor]]:
-        return {"sums": self._sums, "squares": self._squares, "averages": self._averages}
+        return {"sums": self._sums, "squares": self._squares, "averages": self.averages}
 
     def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """Add a release, at the weights before its update. Ignored without noise."""
@@ -217,11 +215,11 @@ class _Window:
             w = at_least_float32(p.detach())
             z = means[name].to(w.dtype) / noise[name]  # sums of several microbatches are float64
             if self.length == 1:
-                self._sums[name], self._squares[name], self._averages[name] = z, z.square(), w.clone()
+                self._sums[name], self._squares[name], self.averages[name] = z, z.square(), w.clone()
             else:
                 self._sums[name] += z
                 self._squares[name].addcmul_(z, z)
-                self._averages[name].lerp_(w, 1 / self.length)
+                self.averages[name].lerp_(w, 1 / self.length)
 
     def has_converged(self, name: str, within: float) -> Tensor:
         """Entries with releases indistinguishable from noise; False where not finite."""
@@ -229,13 +227,10 @@ class _Window:
         has_no_drift = self._sums[name].abs() <= within * math.sqrt(T)
         return has_no_drift & (self._squares[name] <= T + within * math.sqrt(2 * T))
 
-    def average(self, name: str) -> Tensor:
-        return self._averages[name]
-
 
 def _packed(mask: Tensor) -> str:
     """One bit per entry, as text: for JSON and `weights_only=True`."""
-    return _text(np.packbits(mask.cpu().numpy().reshape(-1)).tobytes())
+    return base64.b64encode(np.packbits(mask.cpu().numpy().reshape(-1)).tobytes()).decode()
 
 
 def _unpacked(text: str, like: Tensor) -> Tensor:
@@ -246,7 +241,8 @@ def _unpacked(text: str, like: Tensor) -> Tensor:
 
 def _written(value: Tensor) -> str:
     """Every bit of a tensor, as text."""
-    return _text(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return base64.b64encode(content).decode()
 
 
 def _read(text: str, like: Tensor) -> Tensor:
@@ -257,15 +253,8 @@ def _read(text: str, like: Tensor) -> Tensor:
     return torch.frombuffer(content, dtype=like.dtype).view(like.shape).to(like.device)
 
 
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
 def _bytes(text: str, length: int) -> bytes:
-    try:
-        content = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError("no base64") from error
+    content = base64.b64decode(text, validate=True)  # binascii.Error is a ValueError
     if len(content) != length:
         raise ValueError("of another shape")
     return content

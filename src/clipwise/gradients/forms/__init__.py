@@ -9,12 +9,23 @@
 A rule turns one operation into forms.
 """
 
-from clipwise.gradients.forms.base import Budget, Form, as_real, at_least_float32, chunks, measured, squared_norms
+from clipwise.gradients.forms.base import (
+    Budget,
+    Form,
+    Permuted,
+    Written,
+    as_real,
+    at_least_float32,
+    chunks,
+    measured,
+    real,
+    squared_norms,
+    written_products,
+)
 from clipwise.gradients.forms.outer import Outer, gram_pays_on_cuda
 from clipwise.gradients.forms.rows import Rows
 from clipwise.gradients.forms.tied import Tied
 from clipwise.gradients.forms.windows import Windows, windows_pay
-from clipwise.gradients.forms.written import Permuted, Written, real, written_products
 
 __all__ = [
     "Budget",

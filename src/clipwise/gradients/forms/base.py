@@ -1,4 +1,4 @@
-"""The interface of all forms of per-example gradients, and bounds on norms.
+"""The interface of all forms of per-example gradients, bounds on norms, and `Written`: one tensor per example.
 
 Norms are *upper bounds in the arithmetic used*, squared and in float64. A computed norm can be too small for three
 reasons: rounding in the sum of squares (`squared_norms` bounds it), positions that cancel in a Gram product, and
@@ -10,18 +10,20 @@ written out in float64 instead (outer.py).
 With products in less than IEEE arithmetic (precision.py), rounded operands change an example's part of the sum by up to
 e M more. This error is not part of the norm; it is kept separately in `squared_error_B`.
 
-Legend: B examples, T positions, m and n the sides of a weight; w_B one weight per example.
+Legend: B examples (b of them in a piece), T positions, m and n the sides of a weight; w_B one weight per example.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from clipwise import kernels
-from clipwise.gradients.precision import IEEE, Arithmetic
+from clipwise.gradients.blocks import Blocks
+from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
 from clipwise.gradients.rare import Rare
 from clipwise.kernels.gram import Last
 from clipwise.kernels.squares import row_squares
@@ -31,6 +33,8 @@ _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own 
 PRODUCT_ERROR = 4.0  # c in the bound n + c u M
 LOOSE = 1e-5  # the largest acceptable relative width of the bound
 NEGLIGIBLE = 1e-12  # norms below this are never clipped, so their bound may be loose
+_KERNELS_ON_CPU = kernels.usable(torch.empty(0))  # in Triton's interpreter
+_blocks = Blocks(most_bytes=640 * 2**20)  # kept gradients (examples.py), and temporary pieces
 
 
 class Budget:
@@ -39,7 +43,8 @@ class Budget:
     def __init__(self, total_bytes: int, arithmetic: Arithmetic = IEEE) -> None:
         self.left = total_bytes
         self.arithmetic = arithmetic
-        self.last_products, self.last_scaled = Last(), Last()
+        self.last_products: Last | None = None  # caches of outer.py
+        self.last_scaled: Last | None = None
 
     def take(self, wanted: int) -> bool:
         """Reserve `wanted` bytes if available."""
@@ -116,7 +121,7 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
     """
     x_Bn = as_real(x_Bn)
     B, n = x_Bn.shape
-    if kernels.usable(x_Bn):
+    if (x_Bn.is_cuda or _KERNELS_ON_CPU) and kernels.usable(x_Bn):
         return row_squares(x_Bn)
     if n == 0:
         return torch.zeros(B, dtype=torch.float64, device=x_Bn.device)
@@ -132,6 +137,17 @@ def squared_norms(x_Bn: Tensor) -> Tensor:
     length = min(n, _BLOCK)
     lost = torch.finfo(x_Bn.dtype).tiny * n
     return total.mul_(1 + 2 * (length + 2) * roundoff(x_Bn.dtype)).add_(lost)
+
+
+def lengths(x_BTm: Tensor) -> Tensor:
+    """An upper bound on the norm of each position's row: [B, T] in float64."""
+    B, T, m = x_BTm.shape
+    return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
+
+
+def masses(left_BTm: Tensor, right_BTn: Tensor) -> Tensor:
+    """An upper bound on |left_t| |right_t|: [B, T] in float64."""
+    return lengths(left_BTm) * lengths(right_BTn)
 
 
 def bytes_of(batch: int, shape: torch.Size, dtype: torch.dtype) -> int:
@@ -158,3 +174,151 @@ def zeroed(x: Tensor, muted_B: Tensor) -> Tensor:
 def along_first(per_example_B: Tensor, t: Tensor) -> Tensor:
     """One number per example, in a shape that broadcasts to a tensor with the examples along its first axis."""
     return per_example_B.view(-1, *[1] * (t.dim() - 1))
+
+
+class Written(Form):
+    """One gradient per example, computed piece by piece, and kept from the norms to the sum if memory allows."""
+
+    def __init__(
+        self,
+        batch: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        make: Callable[[slice], Tensor],
+        piece: int | None = None,
+    ) -> None:
+        """`make` returns the gradients of some examples; `piece` is the number of examples that it computes fastest."""
+        self.batch, self.shape, self.dtype = batch, shape, dtype
+        self._make, self._piece = make, piece or max(1, batch)
+        self._kept: list[Tensor] | None = None
+        self._muted_B: Tensor | None = None
+        self._is_ieee = False  # whether the caller computes sums in IEEE products
+
+    @classmethod
+    def of(cls, ready: Tensor) -> Written:
+        """Wrap computed gradients, [B, *shape]."""
+        written = cls(len(ready), ready.shape[1:], ready.dtype, lambda examples: ready[examples])
+        written._kept = [ready]
+        return written
+
+    @classmethod
+    def zeros(cls, batch: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Written:
+        """Gradients of 0 for all examples."""
+        return cls.of(torch.zeros((), dtype=dtype, device=device).expand(batch, *shape))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the measured gradients are kept for the sum."""
+        return self._kept is not None
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        self._is_ieee = budget.arithmetic is IEEE
+        if self._kept is not None:
+            found = [squared_norms(_flat(piece)) for piece in self._kept]
+            return found[0] if len(found) == 1 else torch.cat(found)
+        keep = budget.take(bytes_of(self.batch, self.shape, self.dtype))
+        kept, found = [], []
+        for c in self._pieces() if keep else self._chunks():
+            made = self._make(c)
+            found.append(squared_norms(_flat(made)))
+            if keep:
+                kept.append(made)
+        if keep:
+            self._kept, self._make = kept, _made_before  # frees the inputs of `make`
+        return torch.cat(found)
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        """Measured gradients are summed without rounding operands, in IEEE products."""
+        if self._is_ieee:
+            return self._weighted_sum(w_B)
+        with ieee_arithmetic():
+            return self._weighted_sum(w_B)
+
+    def _weighted_sum(self, w_B: Tensor) -> Tensor:
+        if self._kept is not None and len(self._kept) == 1:
+            return _combine(w_B, self._kept[0])
+        if self._kept is not None:
+            parts = (_combine(w, piece) for w, piece in zip(self._split(w_B), self._kept, strict=True))
+        else:
+            parts = (_combine(w_B[c], self.instantiate(c)) for c in self._chunks())
+        total = next(parts)
+        for part in parts:
+            total += part
+        return total
+
+    def instantiate(self, examples: slice) -> Tensor:
+        if self._kept is not None:
+            return (self._kept[0] if len(self._kept) == 1 else torch.cat(self._kept))[examples]
+        made = self._make(examples)
+        return made if self._muted_B is None else zeroed(made, self._muted_B[examples])
+
+    def mute(self, muted_B: Tensor) -> None:
+        self._muted_B = muted_B
+        if self._kept is not None:
+            pairs = zip(self._kept, self._split(muted_B), strict=True)
+            self._kept = [zeroed(piece, muted) for piece, muted in pairs]
+
+    def _split(self, per_example_B: Tensor) -> list[Tensor]:
+        assert self._kept is not None
+        return list(torch.split(per_example_B, [len(piece) for piece in self._kept]))
+
+    def _pieces(self) -> list[slice]:
+        return slices(self.batch, self._piece)
+
+    def _chunks(self) -> list[slice]:
+        whole = chunks(self.batch, bytes_of(1, self.shape, self.dtype))
+        return whole if whole[0].stop <= self._piece else self._pieces()
+
+
+def real(form: Form) -> Form:
+    """The real part of complex gradients, for forms that write them out."""
+    if not form.dtype.is_complex:
+        return form
+    return Written(form.batch, form.shape, form.dtype.to_real(), lambda examples: form.instantiate(examples).real)
+
+
+class Permuted(Form):
+    """Gradients that are written out with their axes in another order."""
+
+    def __init__(self, written: Written, order: Sequence[int]) -> None:
+        """`order` gives, for each axis of this form's shape, the axis of `written`."""
+        self._written, self._order = written, tuple(order)
+        self.batch, self.dtype = written.batch, written.dtype
+        self.shape = torch.Size(written.shape[axis] for axis in self._order)
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        return self._written.squared_norms(budget)
+
+    def weighted_sum(self, w_B: Tensor) -> Tensor:
+        return self._written.weighted_sum(w_B).permute(self._order)
+
+    def instantiate(self, examples: slice) -> Tensor:
+        return self._written.instantiate(examples).permute(0, *(axis + 1 for axis in self._order))
+
+    def mute(self, muted_B: Tensor) -> None:
+        self._written.mute(muted_B)
+
+
+def _made_before(examples: slice) -> Tensor:
+    raise AssertionError("these gradients are kept and must not be recomputed")
+
+
+def written_products(left_bTm: Tensor, right_bTn: Tensor) -> Tensor:
+    """sum_t left_t right_t^T of each example, [b, m, n]; on a CPU in reused memory."""
+    size = torch.Size((len(left_bTm), left_bTm.shape[2], right_bTn.shape[2]))
+    out = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
+    return torch.bmm(left_bTm.mT, right_bTn, out=out)
+
+
+def _flat(gradients: Tensor) -> Tensor:
+    return gradients.reshape(len(gradients), -1)
+
+
+def _combine(w_B: Tensor, gradients: Tensor) -> Tensor:
+    """sum_i w_i gradient_i."""
+    gradients = at_least_float32(gradients)
+    flat = as_real(_flat(gradients))
+    total = w_B.to(flat.dtype) @ flat
+    if gradients.is_complex():
+        total = torch.view_as_complex(total.view(-1, 2))
+    return total.view(gradients.shape[1:])

@@ -18,19 +18,22 @@ from clipwise.gradients.forms.base import (
     PRODUCT_ERROR,
     Budget,
     Form,
+    Written,
     at_least_float32,
     bytes_of,
     chunks,
+    masses,
     roundoff,
     squared_norms,
+    written_products,
     zeroed,
 )
-from clipwise.gradients.forms.written import Written, written_products
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic
 from clipwise.kernels.gram import Last, gram_norms
 
 _PIECE_BYTES = 8 * 2**20
 _LONG_ROW = 4096
+_SLACK = {dtype: PRODUCT_ERROR * roundoff(dtype) for dtype in (torch.float32, torch.float64)}  # c u
 _POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of its float64 copies
 
 
@@ -66,7 +69,7 @@ class Product(Form):
 
     def _bound(self, norm_B: Tensor, mass_B: Tensor, budget: Budget, rounded_mass_B: Tensor | None = None) -> Tensor:
         """(n + c u M)^2. Below IEEE precision, stores (e M)^2 too; M may be that of `rounded_mass_B` there."""
-        slack_B = PRODUCT_ERROR * roundoff(self.dtype) * mass_B
+        slack_B = _SLACK[self.dtype] * mass_B
         bound_B = (norm_B + slack_B).square()
         if budget.arithmetic is not IEEE:
             rounded_mass_B = mass_B if rounded_mass_B is None else rounded_mass_B
@@ -125,9 +128,11 @@ class Outer(Product):
 
     def squared_norms(self, budget: Budget) -> Tensor:
         B, T, _ = self.left.shape
+        if T > 1 and budget.last_scaled is None:
+            budget.last_products, budget.last_scaled = Last(), Last()
         self._arithmetic, self._last_scaled = budget.arithmetic, budget.last_scaled
         if T == 1:
-            mass_B = (lengths(self.left) * lengths(self.right)).flatten()
+            mass_B = masses(self.left, self.right).flatten()
             norm_B = mass_B
         elif self._gram_pays(budget.arithmetic):
             square_B, mass_B = self.gram_squares(budget)
@@ -141,7 +146,7 @@ class Outer(Product):
                 self.left, self.right = self.left.new_empty(0), self.right.new_empty(0)
                 return square_B
             norm_B = square_B.sqrt()
-            mass_B = (lengths(self.left) * lengths(self.right)).sum(1)
+            mass_B = masses(self.left, self.right).sum(1)
         bound_B = self._bound(norm_B, mass_B, budget)
         if T == 1:
             self.loose_B = None  # the norm is the mass, and nothing cancels
@@ -167,7 +172,7 @@ class Outer(Product):
             return gram_norms(*self._padded(), budget.arithmetic.name, budget.last_products)
         B, T, m = self.left.shape
         n = self.right.shape[-1]
-        mass_B = (lengths(self.left) * lengths(self.right)).sum(1)
+        mass_B = masses(self.left, self.right).sum(1)
         gram_B = torch.empty_like(mass_B)
         together = _PIECE_BYTES if self.left.device.type == "cpu" else None
         for c in chunks(B, 8 * T * (min(m + n, _FEATURES) + 2 * T), together):
@@ -200,9 +205,12 @@ class Outer(Product):
         dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
 
         def scaled(x_BTm: Tensor) -> Tensor:
-            """w_i times the rows of example i. Cached, since several layers may share an input."""
-            wide = torch.promote_types(x_BTm.dtype, torch.float32)
-            return last.of(x_BTm, lambda: (x_BTm * w_B.to(wide)[:, None, None]).to(dtype), w_B, dtype)
+            """w_i times the rows of example i. Cached, since several layers may share an input of many positions."""
+
+            def make() -> Tensor:
+                return (x_BTm * w_B.to(torch.promote_types(x_BTm.dtype, torch.float32))[:, None, None]).to(dtype)
+
+            return make() if x_BTm.shape[1] == 1 else last.of(x_BTm, make, w_B, dtype)
 
         if left.shape[-1] <= right.shape[-1]:
             return scaled(left), right.to(dtype)
@@ -223,12 +231,6 @@ class Outer(Product):
             return
         self.left, self.right, self._aligned = zeroed(self.left, muted_B), zeroed(self.right, muted_B), None
         super().mute(muted_B)
-
-
-def lengths(x_BTm: Tensor) -> Tensor:
-    """An upper bound on the norm of each position's row: [B, T] in float64."""
-    B, T, m = x_BTm.shape
-    return squared_norms(x_BTm.reshape(B * T, m)).view(B, T).sqrt()
 
 
 def _multiplier(left: Tensor, right: Tensor, shape: torch.Size) -> Callable[[slice], Tensor]:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms.base import Budget, chunks, roundoff
-from clipwise.gradients.forms.outer import Outer, Product, lengths
+from clipwise.gradients.forms.base import Budget, chunks, lengths, roundoff
+from clipwise.gradients.forms.outer import Outer, Product
 from clipwise.gradients.forms.rows import Rows
 
 

@@ -36,7 +36,7 @@ from clipwise.gradients.forms import (
 from clipwise.gradients.forms.windows import COPY_BYTES
 from clipwise.gradients.geometry import Geometry, positions
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.rules.broadcast import channel_sum
+from clipwise.gradients.rules.products import channel_sum
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 from clipwise.kernels import convolution as kernel

@@ -13,7 +13,7 @@ from torch import Tensor
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Written, at_least_float32
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.rules.broadcast import channel_sum
+from clipwise.gradients.rules.products import channel_sum
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 from clipwise.kernels.affine import group_norm_sums, layer_norm_sums, position_sums

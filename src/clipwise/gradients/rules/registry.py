@@ -8,13 +8,14 @@ output gradient into one form for each requested operand.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import Form, real
 from clipwise.gradients.layout import Layout
-from clipwise.gradients.walk import Node, dtype_at, node_name
+from clipwise.gradients.walk import Node, dtype_at
 
 Shapes = Mapping[int, torch.Size]  # operand position -> shape of that operand
 Finish = Callable[[Tensor, Layout], dict[int, Form]]
@@ -25,6 +26,7 @@ Outputs = Mapping[int, Tensor]
 Layouts = Mapping[int, Layout]
 FinishAll = Callable[[Outputs, Layouts], dict[int, Form]]
 RuleForAll = Callable[[Node, Shapes], FinishAll]
+Some = TypeVar("Some", Rule, RuleForAll)
 
 
 class RuleDoesNotApply(Exception):  # noqa: N818 (a signal between modules, not an error)
@@ -37,9 +39,15 @@ def require_axis(layout: Layout, axis: int) -> None:
         raise RuleDoesNotApply(f"the examples do not lie along axis {axis}")
 
 
-_RULES: dict[str, Rule] = {}
-_TAKES_COMPLEX: set[str] = set()
-_RULES_FOR_ALL: dict[str, RuleForAll] = {}
+class Registered(NamedTuple):
+    """A rule, and what it covers."""
+
+    rule: Rule | RuleForAll
+    takes_complex: bool = False
+    for_all: bool = False  # whether `finish` takes mappings of all outputs
+
+
+RULES: dict[str, Registered] = {}
 
 
 def register(*names: str, takes_complex: bool = False) -> Callable[[Rule], Rule]:
@@ -67,22 +75,18 @@ def register(*names: str, takes_complex: bool = False) -> Callable[[Rule], Rule]
             return finish
     """
 
-    def enter(rule: Rule) -> Rule:
-        for name in names:
-            _RULES[name] = rule
-        _TAKES_COMPLEX.difference_update(names)
-        _TAKES_COMPLEX.update(names if takes_complex else ())
-        return rule
-
-    return enter
+    return _entering(names, takes_complex=takes_complex)
 
 
 def register_for_all_outputs(*names: str) -> Callable[[RuleForAll], RuleForAll]:
     """Register a rule for operations with several outputs: `finish(outputs, layouts)` takes mappings."""
 
-    def enter(rule: RuleForAll) -> RuleForAll:
-        for name in names:
-            _RULES_FOR_ALL[name] = rule
+    return _entering(names, for_all=True)
+
+
+def _entering(names: tuple[str, ...], **covers: bool) -> Callable[[Some], Some]:
+    def enter(rule: Some) -> Some:
+        RULES.update(dict.fromkeys(names, Registered(rule, **covers)))
         return rule
 
     return enter
@@ -90,38 +94,44 @@ def register_for_all_outputs(*names: str) -> Callable[[RuleForAll], RuleForAll]:
 
 def registered() -> Mapping[str, Rule | RuleForAll]:
     """All rules, keyed by node name."""
-    return {**_RULES, **_RULES_FOR_ALL}
+    return {name: found.rule for name, found in RULES.items()}
 
 
-def begin(node: Node, shapes: Shapes) -> FinishAll | None:
+class Begun(NamedTuple):
+    """The first part of a rule is done. A call finishes it."""
+
+    node: Node
+    finish: Any
+    for_all: bool
+
+    def __call__(self, outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
+        """One form for each requested operand."""
+        if self.for_all:
+            found: dict[int, Form] = self.finish(outputs, layouts)
+            return found
+        if set(outputs) != {0}:
+            raise RuleDoesNotApply("an output other than the first has a gradient")
+        if outputs[0].is_complex() and not covers(self.node):
+            raise RuleDoesNotApply("the output is complex")
+        found, inputs = self.finish(outputs[0], layouts[0]), self.node.next_functions
+        if not outputs[0].is_complex():
+            return found
+        return {j: f if dtype_at(*inputs[j]).is_complex else real(f) for j, f in found.items()}
+
+
+def begin(*uses: tuple[Node, Shapes]) -> list[Begun | None]:
     """Read the saved tensors. None if no rule applies, or if torch uses other names for the saved tensors."""
-    name = node.name()
-    try:
-        if name in _RULES_FOR_ALL:
-            return _RULES_FOR_ALL[name](node, shapes)
-        if name in _RULES:
-            return _of_the_first(_RULES[name](node, shapes), node)
-    except (RuleDoesNotApply, AttributeError):
-        pass
-    return None
+    begun: list[Begun | None] = []
+    for node, shapes in uses:
+        found = RULES.get(node.name())
+        try:
+            begun.append(found and Begun(node, found.rule(node, shapes), found.for_all))
+        except (RuleDoesNotApply, AttributeError):
+            begun.append(None)
+    return begun
 
 
 def covers(node: Node) -> bool:
     """Whether the node's rule supports the dtype of its output."""
-    return not dtype_at(node, 0).is_complex or node_name(node) in _TAKES_COMPLEX
-
-
-def _of_the_first(finish: Finish, node: Node) -> FinishAll:
-    def finish_all(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
-        if set(outputs) != {0}:
-            raise RuleDoesNotApply("an output other than the first has a gradient")
-        g, layout = outputs[0], layouts[0]
-        if not g.is_complex():
-            return finish(g, layout)
-        if not covers(node):
-            raise RuleDoesNotApply("the output is complex")
-        inputs = node.next_functions
-        forms = finish(g, layout)
-        return {j: f if dtype_at(*inputs[j]).is_complex else real(f) for j, f in forms.items()}
-
-    return finish_all
+    found = RULES.get(node.name())
+    return not dtype_at(node, 0).is_complex or (found is not None and found.takes_complex)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipwise.noise.gaussian import by_all_threads
+from clipwise.noise.gaussian import by_all_threads, taken_from
 from clipwise.noise.key import KEY_BYTES
 from clipwise.noise.secure.cipher import Words, words
 from clipwise.noise.secure.exact import nearest_pair
@@ -64,12 +64,7 @@ def rounded_gaussian(key: bytes, size: int, ratio: float) -> Tensor:
 
 
 def _draw_chunks(key: bytes, drawn: Reals, ratio: float, starts: deque[int]) -> None:
-    """Draw chunks until no start is left."""
-    while starts:
-        try:
-            start = starts.popleft()
-        except IndexError:  # another thread was quicker
-            return
+    for start in taken_from(starts):
         _draw_chunk(key, start // (2 * _CHUNK), drawn[start : start + 2 * _CHUNK], ratio)
 
 

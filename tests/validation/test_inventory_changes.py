@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from clipwise.validation.tensor_changes import Changes
+from clipwise.validation.inventory import Changes
 
 
 def remembered(*tensors: torch.Tensor) -> Changes:

@@ -1,4 +1,4 @@
-"""The tensor product of trade-off functions: the composition of several releases on the same data.
+"""Sampling and composition of trade-off functions: an oracle for the accountant that knows no Gaussian loss.
 
 A piecewise linear trade-off function is that of a pair of distributions (Q, P) with one outcome for each
 straight piece: it has probability d alpha under Q and -d beta under P, and the loss log(-d beta / d alpha). The
@@ -16,6 +16,8 @@ import numpy as np
 from clipwise.accounting.convolve import add_up
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import Losses
+from clipwise.accounting.tradeoff import ROUNDING, Tradeoff
+from clipwise.accounting.tradeoff_lines import crossings, lower_hull
 
 # Interval over the standard deviation of a release's loss, about as in pld.py.
 FINENESS = 0.02
@@ -32,6 +34,57 @@ class Pieces(NamedTuple):
     losses: Array
     masses: Array
     lost: float
+
+
+# The epsilons at which a product is computed: dense enough for 1e-4.
+EPSILONS = np.concatenate([-np.geomspace(25.0, 1e-6, 2000), [0.0], np.geomspace(1e-6, 300.0, 2000)])
+
+
+def inverse(f: Tradeoff) -> Tradeoff:
+    """The curve of the other order: false positives and false negatives exchanged."""
+    return Tradeoff(f.betas[::-1], f.alphas[::-1])
+
+
+def is_symmetric(f: Tradeoff) -> bool:
+    return np.array_equal(f.alphas, f.betas[::-1])
+
+
+def symmetric(f: Tradeoff) -> Tradeoff:
+    """The convex hull of f and its inverse: the largest trade-off function that holds for both orders."""
+    return f if is_symmetric(f) else Tradeoff._mirrored(f.alphas, f.betas)
+
+
+def diluted(f: Tradeoff, rate: float) -> Tradeoff:
+    """rate f + (1 - rate) Id: one order of Poisson sampling."""
+    if rate == 0:
+        return Tradeoff.identity()
+    alphas = f.alphas if f.alphas[-1] == 1 else np.append(f.alphas, 1.0)
+    betas = f.betas if f.alphas[-1] == 1 else np.append(f.betas, 0.0)
+    return _chain(alphas, (rate * betas + (1 - rate) * (1 - alphas)) * (1 - ROUNDING))
+
+
+def subsampled(f: Tradeoff, rate: float) -> Tradeoff:
+    """C_p(f), p = rate: the convex hull of p f + (1 - p) Id and its inverse."""
+    return symmetric(diluted(symmetric(f), rate))
+
+
+def composed(*factors: tuple[Tradeoff, int]) -> Tradeoff:
+    """The curve max(0, 1 - delta - e^epsilon alpha) of so many releases of each curve, for one order."""
+    deltas_at = product([(f.alphas, f.betas, count) for f, count in factors])
+    d = np.minimum(np.clip(np.maximum(deltas_at(EPSILONS), -np.expm1(EPSILONS)), 0.0, 1.0) + ROUNDING, 1.0)
+    alphas, betas = crossings(np.expm1(EPSILONS), d)
+    end = min(1.0, float(np.max((1 - d) * np.exp(-EPSILONS))))  # where the last line reaches 0
+    inside = (betas > 0) & (alphas < end)
+    return _chain(
+        np.concatenate([[0.0], alphas[inside], [end]]), np.concatenate([[1 - float(np.min(d))], betas[inside], [0.0]])
+    )
+
+
+def _chain(alphas: Array, betas: Array) -> Tradeoff:
+    """The curve through these points, up to the first with beta <= 0."""
+    x, y = lower_hull(alphas, np.maximum(betas, 0.0))
+    stop = int(np.argmax(y <= 0)) + 1
+    return Tradeoff(x[:stop], y[:stop])
 
 
 def product(curves: Sequence[tuple[Array, Array, int]]) -> Callable[[Array], Array]:
