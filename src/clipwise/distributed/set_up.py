@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 from clipwise.distributed.layouts import Layout
 from clipwise.distributed.ranks import OneRank, Ranks, digest_of
 from clipwise.errors import ConfigurationError
-from clipwise.validation.tensor_changes import checksums
+from clipwise.validation.inventory import checksums
 
 _COMPARED_RECORDS = 64
 

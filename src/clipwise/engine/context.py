@@ -100,7 +100,7 @@ class StepContext:
         """The key of rank 0, on every rank: all draw the same batches and the same noise."""
         if self.ranks.count == 1:
             return own
-        return NoiseKey.from_secret_bytes(*self.ranks.from_rank_0(lambda: (own.secret_bytes(), own.id)))
+        return NoiseKey(*self.ranks.from_rank_0(lambda: (own.secret_bytes(), own.id)))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to copy and to pickle: two runs with one key would add the same noise to two sums."""

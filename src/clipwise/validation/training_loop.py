@@ -232,8 +232,8 @@ def require_same_ranks(count: int) -> None:
         return
     if (ranks := distributed.get_world_size()) > 1:
         raise ConfigurationError(
-            f"torch.distributed has {ranks} ranks and was initialised after make_private: call init_process_group() first. "
-            "Otherwise each process trains its own model and counts only its own releases."
+            f"torch.distributed has {ranks} ranks and was initialised after make_private: call init_process_group() "
+            "first. Otherwise each process trains its own model and counts only its own releases."
         )
 
 
