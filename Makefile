@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FLOWER := $(VENV)/flower
 
 .PHONY: help demo reproduce bench test-fast test test-integrations test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
 
@@ -33,8 +34,18 @@ test-fast: $(STAMP)  ## the first case of each quick test, while editing
 test: $(STAMP)  ## the test suite, without the integrations
 	$(BIN)/python -m pytest -n auto -m "not integration"
 
-test-integrations: $(STAMP)  ## frameworks, browser, notebooks, several processes
+# Flower requires older versions of rich, typer and packaging than development does. It gets an environment of its own,
+# which falls back to the packages of the main one.
+$(FLOWER)/.installed: $(STAMP)
+	$(BIN)/python -m venv $(FLOWER)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(FLOWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth
+	$(FLOWER)/bin/python -m pip install --disable-pip-version-check -q -c constraints-flower.txt flwr
+	touch $@
+
+test-integrations: $(STAMP) $(FLOWER)/.installed  ## frameworks, browser, notebooks, several processes
 	$(BIN)/python -m pytest -n auto -m integration
+	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
 
 # The versions found on this machine; the workflow in .github runs the others.
 PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell command -v python$(v)),python$(v)))

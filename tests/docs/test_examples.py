@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,16 @@ def comparable(block: str) -> list[str]:
     return [re.sub(r"[\s─━]+", " ", line) for line in block.splitlines() if "python 3." not in line]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.stem)
+def _with_examples() -> list[Any]:
+    """The pages with blocks. Those of docs/integrations need frameworks."""
+    return [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.integration] if page.parent.name == "integrations" else [])
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ]
+
+
+@pytest.mark.parametrize("page", _with_examples())
 def test_every_example_prints_what_the_page_shows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -86,6 +86,24 @@ def statement_of(context: StepContext) -> Statement:
     )
 
 
+def summary(context: StepContext) -> list[tuple[str, str]]:
+    """The settings of the run and its number of steps. Epsilon is left out: it needs verified weights."""
+    plan, event = context.plan, context.event
+    target = f"noise multiplier {event.noise_multiplier:.4g}"
+    if plan.budget is not None:
+        target = f"epsilon {plan.budget.epsilon:g} at delta {plan.delta:g}, {target}"
+    steps = f"{context.ledger.position}" + (f" of {plan.planned}" if plan.planned is not None else "")
+    found = [
+        ("model", type(plan.model).__name__),
+        ("clipping", type(context.strategy).__name__),
+        ("privacy", f"{event.adjacency} of one {event.unit}, {event.sampling} sampling"),
+        ("target", target),
+        ("steps", steps),
+        ("expected batch size", f"{context.scheme.expected_size:g} of {context.scheme.dataset_size}"),
+    ]
+    return [*found, ("guarantee", "none claimed: the run has a seed")] if is_reproducible(context) else found
+
+
 def configuration(context: StepContext) -> dict[str, Any]:
     """All public settings that determine the releases, in plain types."""
     plan, optimizer = context.plan, context.optimizer

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from types import TracebackType
 from typing import Any, cast
 
@@ -191,6 +192,12 @@ class Private:
             assumption=multi_run.assumption_of(history, accountant),
         )
 
+    @property
+    def budget(self) -> float | None:
+        """The epsilon that the run was given as its budget; None if it was given a noise multiplier."""
+        budget = self._context.plan.budget
+        return None if budget is None else budget.epsilon
+
     def parts(self) -> list[Part]:
         """The parts of the next release: names, sensitivity of the *sum*, noise on each coordinate."""
         return self._context.current_parts()
@@ -309,5 +316,17 @@ class Private:
         except StepError:
             if error is None:  # else `error` is raised; the ledger records the failed verification
                 raise
+
+    def __repr__(self) -> str:
+        """The run in one line, without a verification of the weights."""
+        return f"Private({', '.join(f'{name}: {value}' for name, value in describe.summary(self._context))})"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        rows = "".join(
+            f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
+            for name, value in describe.summary(self._context)
+        )
+        return f"<table>{rows}</table>"
 
     __reduce_ex__ = StepContext.__reduce_ex__

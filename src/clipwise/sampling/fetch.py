@@ -31,7 +31,7 @@ class Fetcher(Dataset[Any]):
                 f"collate_fn must be a function from a list of records to a batch, not {type(collate_fn).__name__}."
             )
         self.dataset_size = length_of(dataset)
-        self._dataset = dataset
+        self.dataset = dataset
         self.collate_fn = collate_fn
         self._tensors: tuple[torch.Tensor, ...] | None = None
         if collate_fn is None and _is_plain_tensors(dataset):
@@ -83,7 +83,7 @@ class Fetcher(Dataset[Any]):
 
     @property
     def _fetches_together(self) -> bool:
-        return getattr(self._dataset, "__getitems__", None) is not None
+        return getattr(self.dataset, "__getitems__", None) is not None
 
     def arrangements(self, indices: Indices) -> list[Callable[[Sequence[int]], Any]]:
         """Functions that collate some of these records, given by position, in any order.
@@ -104,8 +104,8 @@ class Fetcher(Dataset[Any]):
 
     def _records(self, indices: list[int]) -> list[Any]:
         if self._fetches_together:
-            return list(self._dataset.__getitems__(indices))
-        return [self._dataset[i] for i in indices]
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[i] for i in indices]
 
     def _collate(self, records: list[Any]) -> Any:
         if self.collate_fn is not None:

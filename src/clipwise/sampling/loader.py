@@ -104,31 +104,49 @@ class PrivateLoader:
         self._prepare = prepare
         self._rank, self._ranks = rank, ranks
         self._turn = 0
-        self._most_pieces = self._cut.most_pieces(scheme.largest_size)
+        self.largest_size = scheme.largest_size
         # Depends on the arguments only, so that the same training loop works for every batch size.
-        self._yields_pieces = max_physical_batch_size is not None or self._most_pieces > 1
+        self._yields_pieces = max_physical_batch_size is not None or self._cut.most_pieces(scheme.largest_size) > 1
 
     def __len__(self) -> int:
         return self._scheme.steps_per_epoch
 
-    def pieces(self) -> Pieces:
+    def pieces(self, max_physical_batch_size: int | None = None) -> Pieces:
         """Iterate over the pieces of all steps of the epoch in one loop; over whole batches where none is cut.
 
         `private.step` returns True after the last piece of a step. The length is an upper bound.
+
+        Args:
+            max_physical_batch_size: the most records per piece in this iteration; by default that of `make_private`.
         """
-        return Pieces(self)
+        if max_physical_batch_size is None:
+            return Pieces(self, self._cut)
+        if not isinstance(self._cut, BySize):
+            raise ConfigurationError(
+                "max_physical_batch_size cannot cut the microbatches of this run: each is clipped as a whole."
+            )
+        return Pieces(self, BySize(max_physical_batch_size))
 
     def __repr__(self) -> str:
         return f"PrivateLoader(scheme={self._scheme!r}, steps_per_epoch={len(self)})"
 
     def __iter__(self) -> Iterator[Any]:
         self.reset()
-        return self._steps(self._turn) if self._yields_pieces else self._hand_out(self._turn)
+        return self._steps(self._turn) if self._yields_pieces else self._hand_out(self._turn, self._cut)
 
     def reset(self) -> None:
         """Forget the current piece and end every iterator: a new one starts at the next step."""
         self._turn += 1
         self.current, self.is_fetching = None, False
+
+    def upcoming(self) -> list[Indices]:
+        """The indices of each piece of the next step, in the order in which a new iterator yields them."""
+        found: list[Indices] = []
+        for piece in self._schedule(self._cut):
+            found.append(piece.indices)
+            if piece.last:
+                break
+        return found
 
     def awaited(self) -> Piece:
         """The piece that was yielded and not yet used by a step."""
@@ -158,7 +176,7 @@ class PrivateLoader:
 
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
         """One iterator over the pieces of each step."""
-        handed_out = self._hand_out(turn)
+        handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:
             yield self._pieces_of_step(turn, first, handed_out)
             self._require_turn(turn)
@@ -183,12 +201,12 @@ class PrivateLoader:
                 return
             yield next(handed_out)
 
-    def _hand_out(self, turn: int) -> Iterator[Any]:
+    def _hand_out(self, turn: int, cut: Cut) -> Iterator[Any]:
         self._require_turn(turn)
         if self._num_workers or self._pin_memory:
-            fetched = self._fetch_ahead()
+            fetched = self._fetch_ahead(cut)
         else:
-            fetched = ((piece, self.fetcher[piece.indices]) for piece in self._schedule())
+            fetched = ((piece, self.fetcher[piece.indices]) for piece in self._schedule(cut))
         self.is_fetching = True
         for piece, batch in fetched:
             if self._prepare is not None:
@@ -211,11 +229,11 @@ class PrivateLoader:
                 "reset: continue with the newest, or begin another."
             )
 
-    def _schedule(self) -> Iterator[Piece]:
+    def _schedule(self, cut: Cut) -> Iterator[Piece]:
         """The pieces of the rest of the epoch."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = self._cut.of_rank(indices, self._rank, self._ranks)
+            parts = cut.of_rank(indices, self._rank, self._ranks)
             check = _digest(indices) if self._ranks > 1 else 0
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
@@ -223,14 +241,14 @@ class PrivateLoader:
             if slot + 1 >= self._scheme.steps_per_epoch:
                 return
 
-    def _fetch_ahead(self) -> Iterator[tuple[Piece, Any]]:
+    def _fetch_ahead(self, cut: Cut) -> Iterator[tuple[Piece, Any]]:
         """The pieces and their batches through a `DataLoader`, which requests pieces ahead and keeps their order."""
         requested: deque[Piece] = deque()
         rank = self._rank.to_bytes(8, "little")
         secret = blake2b(next(self._secrets())[0] + rank, digest_size=32, person=b"clipwise.workers").digest()
 
         def request() -> Iterator[Indices]:
-            for piece in self._schedule():
+            for piece in self._schedule(cut):
                 requested.append(piece)
                 yield piece.indices
 
@@ -282,15 +300,15 @@ class Pieces:
     batch may hold every record, so an epoch usually has far fewer pieces.
     """
 
-    def __init__(self, loader: PrivateLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: PrivateLoader, cut: Cut) -> None:
+        self._loader, self._cut = loader, cut
 
     def __len__(self) -> int:
-        return len(self._loader) * self._loader._most_pieces
+        return len(self._loader) * self._cut.most_pieces(self._loader.largest_size)
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.reset()
-        return self._loader._hand_out(self._loader._turn)
+        return self._loader._hand_out(self._loader._turn, self._cut)
 
 
 def _is_of_a_dead_worker(error: Exception) -> bool:

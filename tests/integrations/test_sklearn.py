@@ -1,0 +1,101 @@
+"""Private estimators: scikit-learn's own checks, utility and privacy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import clipwise
+
+pytest.importorskip("sklearn")
+from sklearn.datasets import load_breast_cancer, make_blobs
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+from clipwise.integrations.sklearn import PrivateClassifier, PrivateRegressor
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::clipwise.PrivacyWarning"),
+]
+
+# A budget that does not move the results of checks which compare scores with those of ordinary estimators.
+LOOSE = {"epsilon": 50.0, "epochs": 3, "learning_rate": 0.2}
+
+
+def checks() -> list[Any]:
+    found = []
+    for estimator in (PrivateClassifier(**LOOSE), PrivateRegressor(**LOOSE)):
+        for made, check in estimator_checks_generator(estimator):
+            name = getattr(check, "func", check).__name__
+            found.append(pytest.param(made, check, id=f"{type(estimator).__name__}-{name}"))
+    return found
+
+
+@pytest.mark.parametrize(("estimator", "check"), checks())
+def test_scikit_learns_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def test_it_equals_the_plain_loop() -> None:
+    X, y = make_blobs(60, centers=3, n_features=4, random_state=0)
+    X = X.astype(np.float32) / 10
+    found = PrivateClassifier(epsilon=3.0, delta=1e-3, epochs=2, batch_size=12, random_state=5).fit(X, y)
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 3))
+    private = clipwise.make_private(
+        model, torch.optim.Adam(model.parameters(), lr=0.05), TensorDataset(torch.tensor(X), torch.tensor(y)),
+        batch_size=12, epochs=2, epsilon=3.0, delta=1e-3, seed=5,
+    )  # fmt: skip
+    for _ in range(2):
+        for x, labels in private.loader:
+            private.step(F.cross_entropy(model(x), labels, reduction="none") if len(x) else None)
+    for mine, other in zip(found.module_.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert found.privacy_.epsilon == private.spent().epsilon <= 3.0
+    assert found.n_iter_ == 10
+
+
+def test_it_learns_at_a_usual_budget() -> None:
+    data = load_breast_cancer()
+    scale = FunctionTransformer(lambda X: X / np.abs(data.data).max(0))
+    model = make_pipeline(scale, PrivateClassifier(epsilon=3.0, classes=[0, 1], feature_range=(0, 1)))
+    assert cross_val_score(model, data.data, data.target, cv=3).mean() > 0.8
+
+
+def test_regression_with_a_network() -> None:
+    random = np.random.default_rng(0)
+    X = random.uniform(-1, 1, (600, 2))
+    y = 10 + 5 * X[:, 0] - 3 * X[:, 1]
+    model = PrivateRegressor(epsilon=8.0, target_range=(0, 20), hidden_layer_sizes=(8,), epochs=40).fit(X, y)
+    assert model.score(X, y) > 0.5
+    assert "epsilon" in model.statement_
+
+
+def test_classes_that_are_given_are_not_read_from_the_labels() -> None:
+    X, y = make_blobs(40, centers=2, n_features=3, random_state=0)
+    model = PrivateClassifier(epochs=1, classes=[0, 1, 2]).fit(X, y)
+    assert model.predict_proba(X).shape == (40, 3)
+    with pytest.raises(clipwise.ConfigurationError, match="classes"):
+        PrivateClassifier(classes=[0, 2]).fit(X, y)
+
+
+def test_classes_from_the_labels_are_warned_about() -> None:
+    X, y = make_blobs(40, centers=2, n_features=3, random_state=0)
+    with pytest.warns(clipwise.PrivacyWarning, match="classes"):
+        PrivateClassifier(epochs=1).fit(X, y)
+
+
+def test_it_clones_for_a_search() -> None:
+    X, y = make_blobs(60, centers=2, n_features=3, random_state=0)
+    search = GridSearchCV(PrivateClassifier(epochs=1), {"max_norm": [0.5, 1.0]}, cv=2).fit(X, y)
+    assert set(search.best_params_) == {"max_norm"}
