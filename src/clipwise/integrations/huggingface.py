@@ -169,6 +169,7 @@ class PrivateTrainer(Trainer):
         optimizer = self.optimizer
         if self._kept is None and privacy.ledger is None and args.process_index == 0:
             self._kept = MemoryLedger()
+            self._kept.enter("trainer", self)  # keeps it open between two calls of train()
         require_trainable(self.model)
         own = secrets.token_bytes(32) if privacy.seed is None else blake2b(b"%d" % privacy.seed, digest_size=32).digest()
         # Random masks and augmentations of this process; `Trainer` has seeded them with a public seed.
