@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from transformers import HfArgumentParser, TrainerCallback, TrainingArguments, g
 
 from clipwise.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from tests.integrations import huggingface_models as tiny
+from tests.integrations import huggingface_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 SIZE, PIECE, PIECES = 24, 3, 2  # 4 steps per epoch
@@ -224,3 +228,22 @@ def test_a_loss_that_mixes_records_is_refused(tmp_path: Path) -> None:
         made = trainer(tmp_path, privacy, kind=kind)
         with pytest.raises(error):
             made.train()
+
+
+def test_two_processes_train_the_model_of_one(tmp_path: Path) -> None:
+    # As `accelerate launch` does on GPUs; on CPUs it starts several processes only with MPI.
+    launch = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+        "tests.integrations.huggingface_ranks", str(tmp_path / "two"),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "src:."}
+    (tmp_path / "two").mkdir()
+    found = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=240)
+    assert found.returncode == 0, found.stderr[-4000:]
+    two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
+    one = huggingface_ranks.train(tmp_path / "one", gradient_accumulation_steps=2)
+    assert two["steps"] == one.private.steps == 4
+    for name, weight in one.model.state_dict().items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-3, atol=1e-4)
+    assert "epsilon" in two["logged"][0]
+    assert (tmp_path / "two" / "checkpoint-4" / "clipwise.pt").exists()
