@@ -1,4 +1,4 @@
-"""A script for `accelerate launch` or torchrun: two processes train one model with `PrivateTrainer`, with a checkpoint."""
+"""A script for `accelerate launch` or torchrun: two processes train one model with `PrivateTrainer`."""
 
 from __future__ import annotations
 

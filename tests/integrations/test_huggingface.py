@@ -192,9 +192,9 @@ def test_random_collators_draw_from_secret_randomness(tmp_path: Path) -> None:
 
 def test_columns_that_the_model_does_not_take_are_removed(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    rows = [{**row, "attention_mask": row["attention_mask"].tolist(), "text": "unused"} for row in tiny.records(SIZE, "sequence")]
-    rows = [{**row, "input_ids": row["input_ids"].tolist()} for row in rows]
-    table = datasets.Dataset.from_list(rows).with_format("torch")
+    names = ("input_ids", "attention_mask")
+    rows = [row | {name: row[name].tolist() for name in names} for row in tiny.records(SIZE, "sequence")]
+    table = datasets.Dataset.from_list([row | {"text": "unused"} for row in rows]).with_format("torch")
 
     def collate(given: Any) -> Any:
         assert all(set(row) == {"input_ids", "attention_mask", "labels"} for row in given)

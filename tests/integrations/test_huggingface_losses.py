@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,41 @@ def test_evaluation_has_the_loss_of_transformers(tmp_path: Path) -> None:
         batch = tiny.collate(rows)
         expected = float(made.model(**batch).loss)
     assert made.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_recipe_for_preferences_has_one_loss_per_pair(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "huggingface.md").read_text()
+    (code,) = re.findall(r'```python title="preferences.py"\n(.*?)```', page, re.DOTALL)
+    recipe: dict[str, Any] = {}
+    exec(code, recipe)
+    random = torch.Generator().manual_seed(0)
+    pairs = [
+        {
+            "chosen": torch.randint(3, 40, (20 + i,), generator=random),
+            "rejected": torch.randint(3, 40, (31 - 2 * i,), generator=random),
+            "prompt_length": 5 + i,
+            "reference": 0.5 * i,
+        }
+        for i in range(6)
+    ]
+    arguments = TrainingArguments(
+        str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False, max_steps=2,
+        save_strategy="no", per_device_train_batch_size=3,
+    )  # fmt: skip
+    made = recipe["PrivateDPOTrainer"](
+        tiny.model("causal").eval(), arguments, data_collator=recipe["collate_pairs"], train_dataset=pairs,
+        privacy=PrivacyArguments(noise_multiplier=1.0),
+    )  # fmt: skip
+    losses = made._losses(recipe["collate_pairs"](pairs)).detach()
+    for pair, loss in zip(pairs, losses, strict=True):
+        sums = [_answer(made.model, pair[name], pair["prompt_length"]) for name in ("chosen", "rejected")]
+        expected = -F.logsigmoid(0.1 * (sums[0] - sums[1] - pair["reference"]))
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    made.train()
+    assert made.private.steps == 2
+
+
+@torch.no_grad()
+def _answer(model: Any, ids: Tensor, prompt_length: int) -> Tensor:
+    logits = model(input_ids=ids[None]).logits[0, :-1]
+    return -F.cross_entropy(logits[prompt_length - 1 :], ids[prompt_length:], reduction="sum")

@@ -15,7 +15,8 @@ from clipwise import gradients
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+import peft
 from transformers import TrainingArguments
 
 from clipwise.integrations.adapters import ParametersMoved, require_trainable, train_lora_parts

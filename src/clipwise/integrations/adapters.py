@@ -41,7 +41,9 @@ def require_trainable(model: nn.Module) -> None:
             found["frozen"].append(name)
     for state, names in found.items():
         if names:
-            raise ConfigurationError(f"The adapter of {_listed(names)} is {state} and would not train: {advice[state]}.")
+            raise ConfigurationError(
+                f"The adapter of {_listed(names)} is {state} and would not train: {advice[state]}."
+            )
 
 
 class ParametersMoved:

@@ -12,9 +12,7 @@ Shapes: B examples, T positions, K classes.
 from __future__ import annotations
 
 import copy
-import secrets
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from clipwise.integrations.huggingface_settings import (
 from clipwise.integrations.logging import SpentSoFar
 from clipwise.integrations.loss_terms import LossTerms
 from clipwise.ledger.ledger import Ledger, MemoryLedger
+from clipwise.noise.key import NoiseKey
 from clipwise.sampling import make_scheme
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.sampling.generators import seed_global_generators
@@ -171,9 +170,9 @@ class PrivateTrainer(Trainer):
             self._kept = MemoryLedger()
             self._kept.enter("trainer", self)  # keeps it open between two calls of train()
         require_trainable(self.model)
-        own = secrets.token_bytes(32) if privacy.seed is None else blake2b(b"%d" % privacy.seed, digest_size=32).digest()
-        # Random masks and augmentations of this process; `Trainer` has seeded them with a public seed.
-        seed_global_generators(own)
+        # For random masks and augmentations in this process: `Trainer` has seeded the generators with a public seed.
+        key = NoiseKey.fresh() if privacy.seed is None else NoiseKey.from_seed(privacy.seed)
+        seed_global_generators(key.derive("global generators"))
         defaults: dict[str, Any] = {
             "clipping": strategy,
             "sampling": privacy.sampling,
@@ -271,7 +270,7 @@ class PrivateTrainer(Trainer):
 
 
 class _Steps:
-    """The training loader that `Trainer` sees. The run is made after the loader, so its length comes from the scheme."""
+    """The training loader that `Trainer` sees. It is made before the run, so its length comes from the scheme."""
 
     def __init__(self, trainer: PrivateTrainer, items_per_step: int) -> None:
         self._trainer, self._items_per_step = trainer, items_per_step

@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
