@@ -94,7 +94,7 @@ class TextClassifier(nn.Module):
 
             config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.0, target_modules=["query", "value"])
             self.encoder = get_peft_model(self.encoder, config)
-        self.head = nn.Linear(384, classes)
+        self.head = nn.Linear(self.encoder.config.hidden_size, classes)
         unused = [p for name, p in self.encoder.named_parameters() if ".pooler." in f".{name}"]
         for p in unused:
             p.requires_grad_(False)

@@ -82,7 +82,7 @@ class PrivateTrainer(Trainer):
             args.ddp_broadcast_buffers = False
         args.ignore_data_skip = True  # the private loader continues where the run has stopped
         super().__init__(model, args, *arguments, **options)
-        require_sound_trainer(self)
+        require_sound_trainer(self, privacy)
         self.privacy = privacy
         self._private: Private | None = None
         self._kept: Ledger | None = None  # in memory, shared by all calls of train()
@@ -209,7 +209,10 @@ class PrivateTrainer(Trainer):
                 return self._remove_unused_columns(self.train_dataset, "training"), self.data_collator
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, "training")
 
-    def _expected_batch(self) -> int:
+    def _expected_batch(self) -> int | None:
+        """None if the sampling rate is an option, or 1."""
+        if "sample_rate" in self.privacy.options or self.privacy.sampling == "full":
+            return None
         return int(min(self.get_total_train_batch_size(self.args), len(self.train_dataset)))
 
     # ---------------------------------------------------------------------------------- evaluation, logs, checkpoints
@@ -275,9 +278,9 @@ class _Steps:
     def __init__(self, trainer: PrivateTrainer, items_per_step: int) -> None:
         self._trainer, self._items_per_step = trainer, items_per_step
         self.dataset = trainer.train_dataset
-        rate = trainer.privacy.options.get("sample_rate")
-        size = None if rate is not None else trainer._expected_batch()
-        self.steps = make_scheme(trainer.privacy.sampling, len(self.dataset), size, rate).steps_per_epoch
+        privacy, size = trainer.privacy, trainer._expected_batch()
+        scheme = make_scheme(privacy.sampling, len(self.dataset), size, privacy.options.get("sample_rate"))
+        self.steps = scheme.steps_per_epoch
 
     def __len__(self) -> int:
         return self.steps * self._items_per_step
@@ -327,9 +330,12 @@ def _answer_loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
     inputs = dict(inputs)
     positions = [inputs.pop("start_positions"), inputs.pop("end_positions")]
     outputs = model(**inputs)
-    is_padding_BT = inputs["attention_mask"] == 0
+    is_own_BT = inputs["attention_mask"] != 0
     losses = []
-    for logits_BT, position_B in zip((outputs["start_logits"], outputs["end_logits"]), positions, strict=True):
-        own_BT = logits_BT.masked_fill(is_padding_BT, torch.finfo(logits_BT.dtype).min)
-        losses.append(F.cross_entropy(own_BT, position_B.reshape(-1)))
+    for logits_BT, given in zip((outputs["start_logits"], outputs["end_logits"]), positions, strict=True):
+        position_B1 = given.reshape(-1, 1)
+        nearest_B1 = position_B1.clamp(0, is_own_BT.shape[1] - 1)
+        is_there_B1 = (position_B1 == nearest_B1) & is_own_BT.gather(1, nearest_B1)  # not cut off with the text
+        own_BT = logits_BT.masked_fill(~is_own_BT, torch.finfo(logits_BT.dtype).min)
+        losses.append(F.cross_entropy(own_BT, nearest_B1.masked_fill(~is_there_B1, -100).squeeze(1)))
     return (losses[0] + losses[1]) / 2, outputs

@@ -99,11 +99,16 @@ def require_sound_arguments(args: TrainingArguments) -> None:
             raise ConfigurationError(f"TrainingArguments({name}=...) {reason}.")
 
 
-def require_sound_trainer(trainer: Trainer) -> None:
+def require_sound_trainer(trainer: Trainer, privacy: PrivacyArguments) -> None:
     """Raise for a data set, a collator or a way of launching that a private run cannot have."""
     if isinstance(trainer.train_dataset, IterableDataset) or type(trainer.train_dataset).__name__ == "IterableDataset":
         raise ConfigurationError(
             "train_dataset is an IterableDataset, which has no length and cannot be sampled: use a map-style data set."
+        )
+    if "group" in privacy.options:
+        raise ConfigurationError(
+            "PrivateTrainer protects records. For user-level privacy call clipwise.make_private(..., group=...) with "
+            "Batch(max_norm=...) in a loop of your own."
         )
     require_other_records(trainer, trainer.eval_dataset)
     _require_sound_collator(trainer.data_collator, trainer.processing_class)
