@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import is_datasets_available
+from transformers.utils.import_utils import is_datasets_available
 
 from clipwise.clipping import PerExample
 from clipwise.engine import checkpoint
@@ -67,6 +67,11 @@ class PrivateTrainer(Trainer):
     Raises:
         ConfigurationError: for a setting with which the guarantee would not hold, with the reason.
     """
+
+    model: Any
+    optimizer: Any
+    train_dataset: Any
+    label_smoother: Any
 
     def __init__(
         self,
@@ -143,7 +148,8 @@ class PrivateTrainer(Trainer):
                     loss = self.compute_loss(self.model, inputs)
             else:
                 loss = self.compute_loss(self.model, inputs)
-        return terms.of(loss)
+        found: Tensor = terms.of(loss)
+        return found
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -292,7 +298,7 @@ class _Steps:
             yield chain([first], pieces)  # `training_step` stops after the last piece of the step
 
 
-class _FollowRun(TrainerCallback):  # type: ignore[misc]
+class _FollowRun(TrainerCallback):
     """Begins the run before the other callbacks see the training, and looks at its result."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:

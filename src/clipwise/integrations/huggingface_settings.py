@@ -89,7 +89,7 @@ def require_sound_arguments(args: TrainingArguments) -> None:
             "'adamw_torch' or another optimizer without that",
         ),
         "gradient_checkpointing_kwargs": (
-            args.gradient_checkpointing and bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant")),
+            args.gradient_checkpointing and _is_reentrant(args.gradient_checkpointing_kwargs),
             "with use_reentrant=True hides the layers from the computation of per-example gradients: use "
             "{'use_reentrant': False}",
         ),
@@ -97,6 +97,10 @@ def require_sound_arguments(args: TrainingArguments) -> None:
     for name, (is_set, reason) in refused.items():
         if is_set:
             raise ConfigurationError(f"TrainingArguments({name}=...) {reason}.")
+
+
+def _is_reentrant(options: Any) -> bool:
+    return isinstance(options, Mapping) and bool(options.get("use_reentrant"))
 
 
 def require_sound_trainer(trainer: Trainer, privacy: PrivacyArguments) -> None:
