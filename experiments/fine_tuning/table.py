@@ -39,7 +39,9 @@ def run(options: Any) -> None:
     """Run the cells that are not done, until the time is over."""
     device, began = device_of(options.device), time.monotonic()
     store = Store(options.out)
-    store.begin(f"python -m experiments fine-tuning --data DIR --device {options.device}", environment(device))
+    command = f"python -m experiments fine-tuning --data DIR --device {options.device}"
+    command += "".join(f" --method {method}" for method in options.methods or ())
+    store.begin(command, environment(device))
     loaded: dict[tuple[str, bool], Any] = {}  # of one data set
 
     def over() -> bool:
