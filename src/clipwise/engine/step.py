@@ -49,6 +49,7 @@ def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     is_first = piece.index_in_batch == 0
     if is_first:
         context.layout.reshard()
+    context.layout.require_piece(piece.size)
     training_loop.require_same_ranks(context.ranks.count)
     context.guard.before_draw()
     context.loop.draws_from_key = False
