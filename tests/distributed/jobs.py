@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipwise
@@ -21,7 +22,6 @@ from clipwise.layers.clipped import clip_inputs
 from clipwise.layers.replace_batchnorm import replace_batchnorm
 
 FEATURES, CLASSES = 5, 3
-LAYOUTS = ("plain", "ddp", "fsdp")
 
 
 def data(size: int = 40) -> TensorDataset:
@@ -39,6 +39,19 @@ def network(seed: int = 0) -> nn.Sequential:
             nn.Linear(FEATURES, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 6), nn.LayerNorm(6), nn.Tanh()),
             nn.Linear(6, CLASSES),
         )  # fmt: skip
+
+
+class Checkpointed(nn.Sequential):
+    """Its activations are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpointed_network() -> nn.Module:
+    model = network()
+    model[2] = Checkpointed(*model[2])
+    return model
 
 
 def laid_out(model: nn.Module, layout: str) -> nn.Module:
@@ -108,6 +121,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "batch": lambda: Batch(max_norm=1.0, microbatches=4),
     "backprop": lambda: clipwise.Backprop(),
     "public": lambda: PerExample(max_norm=1.0),
+    "checkpointed": lambda: PerExample(max_norm=1.0),
     "users": lambda: Batch(max_norm=1.0),
     "lipschitz": lambda: Lipschitz(max_weight_norm=1.0, input_norm=3.0, loss=LIPSCHITZ_LOSS),
 }
@@ -115,6 +129,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "backprop": lambda: clip_inputs(network(), input_norm=1.0),
     "lipschitz": lambda: bounded_network(),
     "public": lambda: public_network(),
+    "checkpointed": lambda: checkpointed_network(),
 }
 
 

@@ -42,7 +42,7 @@ class DTensorLayout(Layout):
         if isinstance(gradients, _Gathered):
             return gradients.shards
         spans = self._spans
-        return {n: spans[n].of(gradients[n].detach()) if n in spans else gradients[n] for n in self.stored}
+        return {n: spans[n].of(g.detach()) if n in spans else g for n, g in gradients.items()}
 
     @torch.no_grad()
     def write(self, gradients: Mapping[str, Tensor]) -> None:

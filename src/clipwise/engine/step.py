@@ -305,9 +305,15 @@ def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
     total = context.layout.reduced(total)
-    if context.observer is not None:
-        return context.observer.released(context, total, partial(noised, context))
-    return noised(context, total)
+    if context.observer is None:
+        return noised(context, total)
+    layout = context.layout
+
+    def noised_whole(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(layout.whole_release(noised(context, dict(layout.own_part(sums)))))
+
+    # An audit sees the sums with every entry, on each rank.
+    return dict(layout.own_part(context.observer.released(context, dict(layout.whole_release(total)), noised_whole)))
 
 
 def _write(context: StepContext, released: dict[str, Tensor]) -> None:
