@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -60,6 +62,9 @@ def laid_out(model: nn.Module, layout: str) -> nn.Module:
         return model
     if layout == "ddp":
         return DistributedDataParallel(model, broadcast_buffers=False)
+    if layout == "tensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"2.0": ColwiseParallel(output_layouts=Replicate())})
     options: dict[str, Any] = {}
     if layout == "hsdp":
         options["mesh"] = init_device_mesh(
@@ -74,6 +79,11 @@ def laid_out(model: nn.Module, layout: str) -> nn.Module:
             fully_shard(child, **options)
     fully_shard(model, **options)
     return model
+
+
+def needs(layout: str) -> dict[str, Any]:
+    """The arguments of `make_private` that a layout needs."""
+    return {"max_physical_batch_size": 1} if layout == "tensor" else {}
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ def run(layout: str, data: Dataset[tuple[torch.Tensor, ...]]) -> Private:
         noise_multiplier=1.0,
         clipping=PerExample(1.0),
         rank_timeout=20.0,
+        **jobs.needs(layout),
     )
     with private:
         jobs.train(model, private, 6)
@@ -44,7 +45,7 @@ def audited(rank: int, layout: str) -> tuple[int, int, float, list[str]]:
     return report.pairs, report.moved, report.worst, [str(finding) for finding in report.findings]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tensor"])
 def test_a_record_moves_the_sum_of_all_ranks_by_its_sensitivity_at_most(ranks: World, layout: str) -> None:
     first, second = ranks.run(audited, layout)
     pairs, moved, worst, findings = first

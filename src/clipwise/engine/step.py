@@ -198,7 +198,7 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
                 "Change them between batches: private.step returns True when a batch is complete."
             )
         for name, gathered in total.items():
-            gathered += clipped[name]
+            gathered += clipped.pop(name)  # frees its memory
     context.loader.consume()
     if not piece.last:
         context.partial = total, bounds
