@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from clipwise import PerExample, augment, make_private
+from clipwise.distributed import sums
 from tests.distributed import jobs
 from tests.distributed.world import World, world
 
@@ -178,3 +179,19 @@ def compiled(rank: int, layout: str) -> dict[str, torch.Tensor]:
 def test_compiled_steps_train_the_same_model(ranks: World, layout: str) -> None:
     expected = jobs.trained(0)["parameters"]
     assert all(jobs.close_to(found, expected) for found in ranks.run(compiled, layout))
+
+
+def in_small_buckets(rank: int, layout: str, is_deterministic: bool) -> dict[str, torch.Tensor]:
+    size, sums.BUCKET = sums.BUCKET, 8  # so that several are on their way at once
+    try:
+        return deterministic(rank, layout) if is_deterministic else jobs.trained(rank, layout)["parameters"]
+    finally:
+        sums.BUCKET = size
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+def test_sums_in_many_buckets_train_the_same_model(four: World, layout: str, is_deterministic: bool) -> None:
+    expected = jobs.trained(0)["parameters"]
+    for found in four.run(in_small_buckets, layout, is_deterministic):
+        assert jobs.close_to(found, expected)
