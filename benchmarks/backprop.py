@@ -5,10 +5,10 @@
 
 The column "plain + noise" is a non-private step plus noise: a backward pass of the summed losses, noise on every
 coordinate, the optimizer. The private step adds clipped layers and the checks of `Backprop`. Both use the same batches.
-Times are medians over steps that alternate between the two. Memory is the peak of a step above its start; on a CPU it is the
-growth of a fresh process. For the times, the process keeps the memory that it frees (`keep_memory`). The targets are
-1.2 in time and 1.1 in memory. On CUDA both use TF32 for products and convolutions; `--as-it-comes` leaves torch's
-switches as they are.
+Times are medians over steps that alternate between the two. Memory is the peak of a step above its start; on a CPU
+it is the growth of a fresh process. For the times, the process keeps the memory that it frees (`keep_memory`). The
+targets are 1.2 in time and 1.1 in memory. On CUDA both use TF32 for products and convolutions; `--as-it-comes` leaves
+torch's switches as they are.
 
 On CUDA there is a second table, of captured steps: the non-private step plus noise in one CUDA graph, and
 `private.compiled`. The times do not include drawing the batch.
