@@ -140,6 +140,33 @@ def test_replicas_of_split_models_share_the_batch(four: World, strategy: str) ->
     compare(four, 2, strategy, OPTIONS["rare"])  # some replicas have no records
 
 
+def with_dropout(rank: int, replicas: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    model: nn.Module = network(dropout=0.5)
+    model = split(model, replicas) if replicas else model
+    with make_private(
+        model,
+        jobs.optimizer_of("sgd", model),
+        jobs.data(),
+        batch_size=8,
+        noise_multiplier=1.0,
+        seed=1,
+        clipping=PerExample(max_norm=1.0),
+        max_physical_batch_size=1,
+        probe_independence=False,
+    ) as private:
+        for x, y in private.loader.pieces():
+            with private.randomness():
+                losses = jobs.losses_of(model, (x, y)) if len(x) else None
+            private.step(losses)
+    return jobs.whole(model)
+
+
+def test_random_layers_are_alike_on_the_ranks_of_a_group(ranks: World) -> None:
+    alone = with_dropout(0, 0)
+    assert all(jobs.close_to(found, alone) for found in ranks.run(with_dropout, 1))
+
+
 class Sequences(nn.Module):
     """Positions in dimension 1, over which sequence parallelism splits the input of the normalization."""
 

@@ -91,7 +91,8 @@ def make_private(
     """Make the training of a model private. The model, the optimizer and the data set are not wrapped or replaced.
 
     If torch.distributed is initialised (`torchrun`), all ranks call it with the same arguments and train one model
-    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard`. Rank 0 writes the ledger.
+    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard` or split by
+    `parallelize_module`. Rank 0 writes the ledger.
 
     Args:
         model: any module. It gets no wrapper and no hooks, and keeps its `state_dict` keys.
