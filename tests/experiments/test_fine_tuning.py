@@ -76,3 +76,11 @@ def test_padding_keeps_the_mean_of_a_text() -> None:
     states = torch.randn(2, 3, 4)
     alone = encoder.pooled(states[:1, :2], batch["attention_mask"][:1, :2])
     torch.testing.assert_close(encoder.pooled(states, batch["attention_mask"])[:1], alone)
+
+
+def test_the_documentation_has_the_results() -> None:
+    root = Path(__file__).parents[2]
+    results = (root / "experiments" / "fine_tuning" / "results" / "results.md").read_text()
+    rows = [line.removeprefix("| head only ") for line in results.splitlines() if line.startswith("| head only")]
+    page = (root / "docs" / "integrations" / "huggingface.md").read_text()
+    assert [f"| {name} {row}" in page for name, row in zip(("AG News", "IMDB"), rows, strict=True)] == [True, True]
