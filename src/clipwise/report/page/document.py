@@ -13,6 +13,11 @@ from clipwise.report.page.html import Content, Html, markup, tag
 # No script, no request of any kind; the style is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
+FOOTER = (
+    f"Written by clipwise {__version__}. All figures of a guarantee are computed from the ledger of the run. This page "
+    "is one file and makes no network requests."
+)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -29,12 +34,14 @@ def document(title: str, head: Iterable[Content], sections: Sequence[Section]) -
     links = [tag("li", tag("a", section.title, href=f"#{section.name}")) for section in shown]
     body = markup(
         tag("a", "Skip to the report", href="#report", cls="skip"),
-        tag("main", tag("header", *head), tag("nav", tag("ul", links), aria_label="Contents"), map(_section, shown), id="report"),
         tag(
-            "footer",
-            f"Written by clipwise {__version__}. All figures are computed from the ledger of the run, and are upper bounds "
-            "where they say at most. This page is one file and makes no network requests.",
+            "main",
+            tag("header", *head),
+            tag("nav", tag("ul", links), aria_label="Contents"),
+            map(_section, shown),
+            id="report",
         ),
+        tag("footer", tag("p", FOOTER)),
     )
     head_of_page = markup(
         tag("meta", charset="utf-8"),
