@@ -86,12 +86,13 @@ def _picture(line: Mapping[str, Any], ends: tuple[float, float]) -> Html | None:
 
 
 def _reference(record: RunRecord) -> Html | None:
-    """The figures of a run without privacy on data that the user declared public."""
+    """The figure of a run without privacy on data that the user declared public."""
     reference = record.section("public_reference")
     if not reference:
         return None
-    pairs = [(key.replace("_", " "), str(value)) for key, value in reference.items()]
-    return markup(tag("h3", "Without privacy, on data declared public"), facts(pairs))
+    figures = f"{words.name_of(reference)} {words.value_of(reference)} ({words.interval_of(reference)})"
+    text = f"A run without privacy, {reference.get('run')}, has {figures}. Its data were declared public by the user."
+    return markup(tag("h3", "Without privacy"), tag("p", text))
 
 
 def configuration(record: RunRecord) -> Html:
