@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -179,22 +179,65 @@ def test_squares_that_underflow_are_not_a_disagreement(small: float) -> None:
 # Growth: a tensor made of parameters alone keeps its size
 
 
-@pytest.mark.parametrize(
-    ("shapes", "grows"),
-    [
-        ([((4, 7), 4), ((5, 7), 5), ((3, 7), 3)], True),
-        ([((8, 7), 4), ((10, 7), 5), ((6, 7), 3)], True),
-        ([((4, 7), 4), ((5, 9), 5), ((3, 2), 3)], True),  # with changing sequence lengths
-        ([((4, 7), 4), ((4, 7), 4), ((4, 7), 4)], False),  # the batch size never changes
-        ([((4, 7), 4), ((4, 7), 2), ((4, 7), 1)], False),
-        ([((4, 7), 4), ((5, 7), 5), ((5, 7), 5)], False),  # once may be chance
-        ([((5, 7), 4), ((6, 7), 5), ((4, 7), 3)], False),
-        ([((4, 4), 4), ((4, 5), 5), ((4, 3), 3)], True),
-    ],
-)
-def test_growth(shapes: list[tuple[tuple[int, ...], int]], grows: bool) -> None:
+SHAPES_THAT_MAY_GROW: list[tuple[list[tuple[tuple[int, ...], int]], bool]] = [
+    ([((4, 7), 4), ((5, 7), 5), ((3, 7), 3)], True),
+    ([((8, 7), 4), ((10, 7), 5), ((6, 7), 3)], True),
+    ([((4, 7), 4), ((5, 9), 5), ((3, 2), 3)], True),  # with changing sequence lengths
+    ([((4, 7), 4), ((4, 7), 4), ((4, 7), 4)], False),  # the batch size never changes
+    ([((4, 7), 4), ((4, 7), 2), ((4, 7), 1)], False),
+    ([((4, 7), 4), ((5, 7), 5), ((5, 7), 5)], False),  # once may be chance
+    ([((5, 7), 4), ((6, 7), 5), ((4, 7), 3)], False),
+    ([((4, 4), 4), ((4, 5), 5), ((4, 3), 3)], True),
+]
+
+
+def observed(
+    growth: Growth, shapes: list[tuple[tuple[int, ...], int]], select: Callable[[int], Tensor | None]
+) -> list[bool]:
+    return [growth.observe(torch.Size(shape), batch, select(batch)) for shape, batch in shapes]
+
+
+@pytest.mark.parametrize(("shapes", "grows"), SHAPES_THAT_MAY_GROW)
+def test_growth_of_rows_that_data_select(shapes: list[tuple[tuple[int, ...], int]], grows: bool) -> None:
+    torch.manual_seed(0)
+    assert observed(Growth(), shapes, lambda B: torch.randint(1000, (B, 7)))[-1] == grows
+
+
+@pytest.mark.parametrize(("shapes", "grows"), SHAPES_THAT_MAY_GROW)
+def test_growth_of_other_tensors_needs_more_batches(shapes: list[tuple[tuple[int, ...], int]], grows: bool) -> None:
     growth = Growth()
-    assert [growth.observe(torch.Size(shape), batch) for shape, batch in shapes][-1] == grows
+    found = [grown for _ in range(10) for grown in observed(growth, shapes, lambda B: None)]
+    more = len({batch for _, batch in shapes}) > 1 and grows
+    assert found[-1] == more
+    assert not any(found[:10])
+
+
+def test_growth_is_certain_after_ten_different_batches() -> None:
+    growth = Growth()
+    found = observed(growth, [((3 * B, 2), B) for B in range(60, 70)], lambda B: None)
+    assert found == [False] * 9 + [True]
+
+
+def test_positions_do_not_grow_whatever_their_number() -> None:
+    shapes = [((5 * B, 7), B) for B in (1, 2, 3) * 50]
+    assert not any(observed(Growth(), shapes, lambda B: torch.arange(5 * B)))
+
+
+@pytest.mark.parametrize("lengths", [range(3, 12), (64, 128, 192), (5, 10)], ids=str)
+def test_padded_lengths_that_follow_the_batch_by_chance_do_not_grow(lengths: Sequence[int]) -> None:
+    """The longest of 1 to 3 records; 2,000 runs, of which the criterion of two changes refuses some."""
+    random = torch.Generator().manual_seed(0)
+    followed_twice = 0
+    for _ in range(2000):
+        growth = Growth()
+        for _ in range(60):
+            B = int(torch.randint(1, 4, (), generator=random))
+            T = max(lengths[i] for i in torch.randint(len(lengths), (B,), generator=random).tolist())
+            assert not growth.observe(torch.Size((1, T, 4)), B)
+            if not growth.axes:
+                break
+            followed_twice += growth.grown == 2
+    assert followed_twice
 
 
 # Whole graphs: coincidences of sizes
@@ -266,9 +309,49 @@ def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: 
     torch.manual_seed(0)
     model, memory = nn.Linear(4, 4), Memory()
     with pytest.raises(CoupledExamplesError):
-        for B in (5, 6, 7):
+        for B in range(5, 15):
             h = COUPLINGS[coupling](model(torch.randn(B, 4)))
             per_example_gradients((h * torch.randn(h.shape)).sum(1), trainable(model), memory)
+
+
+@pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
+@pytest.mark.parametrize("lookup", ["embedding", "index"])
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_tokens_that_mix_examples_are_found_after_three_batches(coupling: str, lookup: str) -> None:
+    """Integers cannot require gradients. What data select is no position, so few batches are enough."""
+    torch.manual_seed(0)
+    model, memory = nn.Embedding(50, 4), Memory()
+    with pytest.raises(CoupledExamplesError):
+        for B in (5, 6, 7):
+            tokens = torch.randint(50, (B,))
+            h = COUPLINGS[coupling](model(tokens) if lookup == "embedding" else model.weight[tokens])
+            per_example_gradients((h * torch.randn(h.shape)).sum(1), trainable(model), memory)
+
+
+class WithPositions(nn.Module):
+    """Tokens with positions, of which no row belongs to an example."""
+
+    def __init__(self, lookup: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(50, 4), nn.Embedding(20, 4), nn.Linear(4, 1)
+        self.lookup = lookup
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.tokens(x) + self.lookup(self.positions, torch.arange(x.shape[1]))).tanh()).mean((1, 2))
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [lambda table, at: table(at), lambda table, at: table(at[None]), lambda table, at: table.weight[at]],
+    ids=["embedding", "with an axis of size 1", "index"],
+)
+def test_positions_may_follow_the_batch_by_chance(lookup: Callable[[nn.Embedding, Tensor], Tensor]) -> None:
+    """Dynamic padding, with lengths that are 5 times the batch size."""
+    torch.manual_seed(0)
+    model, memory = WithPositions(lookup), Memory()
+    for B in (1, 2, 3, 1, 3, 2, 1):
+        found = per_example_gradients(model(torch.randint(50, (B, 5 * B))), trainable(model), memory)
+        assert found.squared_norms()
 
 
 def test_losses_that_sum_to_a_constant_are_found() -> None:

@@ -40,6 +40,13 @@ ROW_MOVERS = named(
     *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
 ) | {"torch::autograd::CopySlices"}
 
+# Nodes that select rows of a table, and where they hold the indices.
+LOOKUPS = {
+    "EmbeddingBackward0": "_saved_indices",
+    "IndexBackward0": "_saved_indices",
+    "IndexSelectBackward0": "_saved_index",
+}
+
 # Arguments that split a tensor: the data may choose them, so they are part of an outline.
 CUTS = {
     "SelectBackward0": ("_saved_index",),

@@ -6,16 +6,18 @@ trusted after two batches agreed, and probed again later. A graph in which data 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import log
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
-from clipwise.gradients.operations import ROW_MOVERS
+from clipwise.gradients.operations import LOOKUPS, ROW_MOVERS
 from clipwise.gradients.outline import Outline, Plan
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
@@ -27,6 +29,7 @@ _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
+_CERTAIN = 9 * log(10)  # a false refusal in 10^9 runs, see Growth
 _SHARED_BUFFER = (
     "rows of all examples share one buffer, and the whole batch decides which row gets which slot, as in a mixture of "
     "experts with a capacity (GShard, Switch). When the buffer is full, the dropped rows of an example depend on the "
@@ -70,23 +73,63 @@ class Resolved:
 class Growth:
     """Whether a tensor grows with the batch. A tensor made of parameters alone does not.
 
+    With dynamic padding it may have the padded length, which can be a multiple of a small batch size by chance. So
+    there are two criteria. Rows that data select from a table are no positions, and two changes of the batch size are
+    enough. For any other tensor, chance has to be excluded: a size that does not depend on the batch size takes the
+    sequence that was seen with a probability of at most exp(-entropy of the batch sizes), because different batch sizes
+    have different multiples.
+
     `axes` holds the axes with a size that has been a constant multiple of the batch size so far.
     """
 
     axes: dict[int, float] | None = None
     batch: int = 0
     grown: int = 0
+    batches: Counter[int] = field(default_factory=Counter)
+    selection: Tensor | None = None
+    is_selected_by_data: bool = False
 
-    def observe(self, shape: torch.Size, batch: int) -> bool:
-        """Record one batch. True once the tensor has followed the batch size twice."""
+    def observe(self, shape: torch.Size, batch: int, selection: Tensor | None = None) -> bool:
+        """Record one batch. True once the tensor has followed the batch size beyond chance.
+
+        Args:
+            shape: of the tensor.
+            batch: the batch size.
+            selection: the indices of its rows, if it consists of selected rows of a table.
+        """
         ratios = {axis: size / batch for axis, size in enumerate(shape) if size and size % batch == 0}
+        is_new, self.batch = batch != self.batch, batch
         if self.axes is None:
             self.axes = ratios
         else:
             self.axes = {axis: r for axis, r in self.axes.items() if ratios.get(axis) == r}
-            self.grown += batch != self.batch
-        self.batch = batch
+            self.grown += is_new
+        self.batches[batch] += 1
+        if not self.axes:
+            self.selection = None
+            return False
+        if selection is None:
+            return self._entropy() > _CERTAIN
+        if is_new:  # comparing waits for the device
+            self._compare(selection)
+        return self.is_selected_by_data and self.has_followed
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether the tensor has followed the batch size twice, possibly by chance."""
         return bool(self.axes) and self.grown >= _GROWN_BATCHES
+
+    def _entropy(self) -> float:
+        """Of the sequence of batch sizes, in nats."""
+        count = self.batches.total()
+        return sum(n * log(count / n) for n in self.batches.values())
+
+    def _compare(self, selection: Tensor) -> None:
+        """Indices that do not depend on the data are equal at equal places, for any length."""
+        if self.selection is not None and self.selection.dim() == selection.dim():
+            both = tuple(slice(min(sizes)) for sizes in zip(self.selection.shape, selection.shape, strict=True))
+            self.is_selected_by_data |= not torch.equal(self.selection[both], selection[both])
+        self.selection = selection
 
 
 @dataclass
@@ -112,12 +155,19 @@ class Resolver:
         for index in graph.plan.taken_for_derived:
             node, growth = graph.order[index], growths.setdefault(index, Growth())
             edge = node, graph.outline.outputs[index][0]
-            if growth.observe(output_shape(*edge), len(graph.losses)):
-                prober = Prober(graph)
-                prober.at([edge])
+            if growth.axes == {}:
+                continue  # it did not follow the batch size once
+            batch, selection = len(graph.losses), _selection(node)
+            grows = growth.observe(output_shape(*edge), batch, selection)
+            if not grows and (selection is not None or batch == 1 or not growth.has_followed):
+                continue
+            prober = Prober(graph)
+            prober.at([edge])
+            is_shared = prober.is_shared_buffer(edge)
+            if grows or is_shared:
                 raise CoupledExamplesError(
                     f"In the result of {node_name(node)} {_SHARED_BUFFER}"
-                    if prober.is_shared_buffer(edge)
+                    if is_shared
                     else f"The result of {node_name(node)} grows with the batch, but none of its rows belongs to one "
                     f"example alone. {USUAL_CAUSES}"
                 )
@@ -212,6 +262,15 @@ class Resolver:
                 before.agreed += 1
                 return
         self.findings[graph.outline] = Finding(carries_data, candidates)
+
+
+def _selection(node: Node) -> Tensor | None:
+    """The indices of a node that selects rows of a table; None for other nodes."""
+    name = LOOKUPS.get(node_name(node))
+    saved = getattr(node, name) if name else None
+    if isinstance(saved, tuple):  # table[ids] has one for each axis
+        saved = saved[0] if len(saved) == 1 else None
+    return saved
 
 
 def _resolved(found: dict[Place, list[Layout]], gradients: dict[Edge, Tensor] | None) -> Resolved:
