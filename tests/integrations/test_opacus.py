@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import clipwise
 from clipwise.integrations.opacus import (
     DPLSTM,
     BatchMemoryManager,
+    DifferentiallyPrivateDistributedDataParallel,
     ModuleValidator,
     PrivacyEngine,
     get_noise_multiplier,
 )
+from tests.distributed.world import World, world
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 
@@ -169,6 +171,59 @@ def test_batch_memory_manager_changes_no_result() -> None:
             private.step(F.cross_entropy(other(x), y, reduction="none"))
     assert_equal(model, list(other.parameters()))
     engine.private.statement()
+
+
+@pytest.mark.parametrize("name", ["signal_skip_step", "virtual_step"])
+def test_a_step_that_the_script_skips_is_refused(name: str) -> None:
+    model, optimizer, data = parts_of("image classifier")
+    _, optimizer, _ = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    with pytest.raises(clipwise.ConfigurationError, match=r"skipped by hand.*BatchMemoryManager"):
+        getattr(optimizer, name)()
+
+
+def test_gradients_of_several_batches_are_not_accumulated() -> None:
+    model, optimizer, data = parts_of("image classifier")
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    with pytest.raises(clipwise.StepError):
+        for i, (x, y) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with world(2) as started:
+        yield started
+
+
+def distributed_script(rank: int, is_cut: bool) -> list[Tensor]:
+    """The batch size is that of all ranks, as in Opacus."""
+    model, optimizer, data = parts_of("image classifier")
+    model = DifferentiallyPrivateDistributedDataParallel(model)
+    model, optimizer, loader = PrivacyEngine(seed=3).make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as pieces:
+        for _ in range(2):
+            for x, y in pieces if is_cut else loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "pieces"])
+def test_two_processes_train_the_model_of_one(two: World, is_cut: bool) -> None:
+    expected = trained_plainly("image classifier")
+    for found in two.run(distributed_script, is_cut):
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gan_trains_its_discriminator_privately() -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from clipwise import accounting
@@ -36,6 +37,7 @@ __all__ = [
     "DPRNN",
     "BatchMemoryManager",
     "DPMultiheadAttention",
+    "DifferentiallyPrivateDistributedDataParallel",
     "ModuleValidator",
     "PrivacyEngine",
     "get_noise_multiplier",
@@ -44,6 +46,7 @@ __all__ = [
 # Layers that Opacus replaces because hooks do not see inside them. Here torch's own work.
 DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
+_SKIPS = ("signal_skip_step", "virtual_step")  # of Opacus' optimizers
 _ACCOUNTANTS = {"prv": None, "pld": "pld", "rdp": "rdp"}
 _MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 _ADAPTIVE = {
@@ -52,6 +55,20 @@ _ADAPTIVE = {
     "min_clipbound": "minimum",
     "max_clipbound": "maximum",
 }
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """Takes the place of the class of Opacus: the model as it is.
+
+    On several ranks `make_private` gives all of them the weights of rank 0, and sums the clipped gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class PrivacyEngine:
@@ -81,7 +98,8 @@ class PrivacyEngine:
             )
         self.secure_mode = secure_mode
         self._accountant = _ACCOUNTANTS[accountant]
-        self._ledger = MemoryLedger() if ledger is None else ledger
+        self._own_ledger = MemoryLedger()
+        self._ledger = self._own_ledger if ledger is None else ledger
         self._seed = seed
         self._private: Private | None = None
 
@@ -216,12 +234,14 @@ class PrivacyEngine:
             dataset,
             clipping=_strategy(options.pop("clipping", "flat"), max_grad_norm, module, expected, options),
             noise="secure" if self.secure_mode else "standard",
-            ledger=self._ledger,
+            ledger=self._ledger if self._ledger is not self._own_ledger or _is_first_rank() else None,
             seed=self._seed,
             **target,
             **arguments,
         )
         self._private = private
+        for name in _SKIPS:
+            setattr(optimizer, name, _refuse_skip)
         loader = MeanLossLoader(private, batch_first=batch_first)
         if mode == "ghost":
             return module, optimizer, criterion if criterion is not None else nn.CrossEntropyLoss(), loader
@@ -310,6 +330,19 @@ def get_noise_multiplier(
         raise ConfigurationError("get_noise_multiplier needs either epochs or steps.")
     count = steps if steps is not None else ceil(cast(float, epochs) / sample_rate - 1e-9)
     return accounting.noise_multiplier(epsilon=target_epsilon, delta=target_delta, sample_rate=sample_rate, steps=count)
+
+
+def _is_first_rank() -> bool:
+    """Rank 0 has the ledger of a run in several processes."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _refuse_skip(*args: object, **kwargs: object) -> None:
+    raise ConfigurationError(
+        "Steps cannot be skipped by hand (signal_skip_step, virtual_step): each batch of the loader is one draw and "
+        "one release. For a large batch in small pieces, give the DataLoader the large batch_size and put the loop "
+        "into 'with BatchMemoryManager(data_loader=..., max_physical_batch_size=..., optimizer=...) as pieces'."
+    )
 
 
 def _require_supported(loss_reduction: str, mode: str, noise_generator: object) -> None:
