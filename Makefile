@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOWER := $(VENV)/flower
 
-.PHONY: help demo reproduce bench test-fast test test-integrations test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
+.PHONY: help demo reproduce bench test-fast test test-integrations test-extras test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ build/browser:
 test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, several processes
 	$(BIN)/python -m pytest -n auto -m integration
 	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
+
+test-extras: $(STAMP)  ## each extra alone in a fresh environment; ARGS=--lowest: the lowest versions that it allows
+	$(BIN)/python -m tests.extras $(ARGS)
 
 # The versions that run on this machine; the workflow in .github runs the others.
 PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell python$(v) --version 2>/dev/null),python$(v)))

@@ -57,6 +57,7 @@ def arguments_of(loader: Any) -> dict[str, Any]:
         raise ConfigurationError(
             "The data loader has a worker_init_fn. The private run seeds its workers from its own key: remove it."
         )
+    require_separate_records(loader.collate_fn)
     found: dict[str, Any] = {
         "dataset": loader.dataset,
         "batch_size": min(loader.batch_size, len(loader.dataset)),  # type: ignore[arg-type]
@@ -68,3 +69,13 @@ def arguments_of(loader: Any) -> dict[str, Any]:
     if loader.num_workers and loader.prefetch_factor is not None:
         found["prefetch_factor"] = loader.prefetch_factor
     return found
+
+
+def require_separate_records(collator: Any) -> None:
+    """Raise for a collator that joins (packs) the records of a batch in one row, as some of transformers and TRL do."""
+    name = type(collator).__name__
+    if getattr(collator, "padding_free", False) or name == "DataCollatorWithFlattening":
+        raise ConfigurationError(
+            f"The data collator {name} joins (packs) the records of a batch in one row, so they have no losses of "
+            "their own: use a collator that pads, such as DataCollatorWithPadding."
+        )

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from clipwise.errors import ConfigurationError
+from clipwise.integrations.data_loader import require_separate_records
 
 _DEFAULT_GRAD_NORM = 1.0  # of TrainingArguments: a value that a user did not choose
 _STEPS_BY_ITSELF = ("lomo", "layerwise", "schedule_free")  # in names of optimizers
@@ -143,12 +144,8 @@ def require_other_records(trainer: Trainer, dataset: Any) -> None:
 
 
 def _require_sound_collator(collator: Any, processing: Any) -> None:
+    require_separate_records(collator)
     name = type(collator).__name__
-    if getattr(collator, "padding_free", False) or name == "DataCollatorWithFlattening":
-        raise ConfigurationError(
-            f"The data collator {name} joins (packs) the records of a batch in one row, so they have no losses of "
-            "their own: use a collator that pads, such as DataCollatorWithPadding."
-        )
     if getattr(collator, "seed", None) is not None:
         raise ConfigurationError(
             f"{name}(seed=...) draws masks that anyone with the seed can repeat. The mask of a record depends on the "

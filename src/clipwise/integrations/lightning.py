@@ -236,7 +236,6 @@ def _require_private(trainer: Trainer, module: LightningModule | None) -> None:
             str(trainer.precision).startswith("16"),
             "scales the losses, which changes what is clipped: use 'bf16-mixed' or '32-true'",
         ),
-        "num_devices": (trainer.num_devices > 1, "must be 1: each device would draw and count its own batches"),
     }
     for name, (is_set, reason) in refused.items():
         if is_set:
