@@ -35,7 +35,8 @@ def smallest_noise(event: Event, steps: int, epsilon: float, delta: float, besid
     """
     steps, delta = count("steps", steps), probability("delta", delta)
     epsilon = number("epsilon", epsilon, above=0)
-    truncation.require_feasible(epsilon, delta, steps * event.excess)
+    once = compose([Entry(event, 1)])
+    truncation.require_feasible(epsilon, delta, steps * once.excess, steps * once.failure)
     if steps == 0:
         return 0.0
 
