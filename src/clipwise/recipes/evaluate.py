@@ -3,7 +3,8 @@
 On private rows one joint Gaussian mechanism releases everything: each row adds a vector of norm at most 1 to the sums
 
     classification   (correct, wrong) of its group: 1 in one place
-    regression       the squared error, clipped to the declared range and divided by its square: at most 1
+    regression       (squared error, no target): the error, as a share of the declared range, is at most 1, and a row
+                     without a target has no error
 
 The number of rows is public. An interval covers the noise, with 1% of error, and the sampling of the rows, with 4%:
 Clopper-Pearson for counts, and the Chernoff bound for means of values in [0, 1] (Hoeffding 1963, theorem 1).
@@ -75,14 +76,19 @@ def outputs_of(model: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def scores(model: nn.Module, encoder: Encoder, source: Source, rows: np.ndarray | None = None) -> np.ndarray:
-    """For each row 1 or 0 (correct or wrong), or its squared error in [0, 1]: as private as the row."""
+    """For each row 1 or 0 (correct or wrong), or its squared error in [0, 1] (nan without a target).
+
+    They are as private as the rows.
+    """
     *inputs, target = encoder.encode(source, rows).tensors
     output = outputs_of(model, inputs)
     if encoder.task.labels is not None:
         return (output.argmax(1) == target).numpy().astype(np.float64)
-    # Targets and outputs are positions in the declared range: 0 is its lower end and 1 its upper end.
-    error = (output.reshape(len(target)).clamp(0, 1) - target.reshape(len(target)).clamp(0, 1)).double()
-    return (error * error).clamp(max=1.0).numpy()
+    assert encoder.task.range is not None
+    low, high = encoder.task.range
+    error = (output.reshape(len(target)).clamp(low, high).double() - target.clamp(low, high)) / (high - low)
+    found: np.ndarray = (error * error).clamp(max=1.0).numpy()
+    return found
 
 
 def exact_figures(
@@ -116,10 +122,7 @@ def noised_figures(
 
 def groups_of(source: Source, encoder: Encoder, column: str, rows: np.ndarray | None) -> Groups:
     """The groups of rows by a column whose categories are declared or already released."""
-    found = getattr(encoder, "groups", None)
-    if found is None:
-        raise ConfigurationError(f"--groups {column!r} is not possible: data of kind {source.kind!r} have no columns.")
-    names, of_row = found(source, column, rows)
+    names, of_row = encoder.groups(source, column, rows)
     return Groups(tuple(names), np.asarray(of_row))
 
 
@@ -128,7 +131,7 @@ def _sums(encoder: Encoder, score_N: np.ndarray, groups: Groups | None) -> tuple
     if encoder.task.labels is None:
         if groups is not None:
             raise ConfigurationError("--groups is for classification: the error of a regression has no groups yet.")
-        return np.array([[score_N.sum()]]), ()
+        return np.array([[np.nansum(score_N), np.isnan(score_N).sum()]], np.float64), ()
     names = () if groups is None else groups.names
     group_N = np.zeros(len(score_N), np.int64) if groups is None else groups.of_row
     if len(names) and (group_N.min(initial=0) < 0 or group_N.max(initial=0) >= len(names)):
@@ -143,7 +146,7 @@ def _figures(
 ) -> list[Figure]:
     """Figures and intervals from sums with noise of this standard deviation."""
     if encoder.task.labels is None:
-        return [_error(encoder, float(sums[0, 0]), count, std, rows)]
+        return [_error(encoder, float(sums[0, 0]), count, float(sums[0, 1]), std, rows)]
     figures = [_accuracy(float(sums[:, 0].sum()), count, std * math.sqrt(len(sums)), rows)]
     figures += [_group_accuracy(*map(float, pair), std, rows, name) for name, pair in zip(names, sums, strict=False)]
     return figures
@@ -166,12 +169,14 @@ def _group_accuracy(correct: float, wrong: float, std: float, rows: str, group: 
     return Figure("accuracy", value, min(low, value), max(high, value), rows, group)
 
 
-def _error(encoder: Encoder, total: float, count: int, std: float, rows: str) -> Figure:
+def _error(encoder: Encoder, total: float, count: int, missing: float, std: float, rows: str) -> Figure:
     assert encoder.task.range is not None
     size = encoder.task.range[1] - encoder.task.range[0]
-    width = _quantile(1) * std
-    low, high = _chernoff((total - width) / count, count)[0], _chernoff((total + width) / count, count)[1]
-    value, low, high = (size * math.sqrt(mean) for mean in (_unit(total / count), low, high))
+    width = _quantile(2) * std
+    known, fewest, most = (max(1.0, count - missing + change) for change in (0.0, -width, width))
+    low = _chernoff((total - width) / most, fewest)[0]
+    high = _chernoff((total + width) / fewest, fewest)[1]
+    value, low, high = (size * math.sqrt(mean) for mean in (_unit(total / known), low, high))
     return Figure("root mean squared error", value, low, high, rows)
 
 
@@ -192,7 +197,7 @@ def _clopper_pearson(correct: float, wrong: float) -> tuple[float, float]:
     return low, high
 
 
-def _chernoff(mean: float, count: int) -> tuple[float, float]:
+def _chernoff(mean: float, count: float) -> tuple[float, float]:
     """The means p with count KL(mean || p) <= log(2 / error), for values in [0, 1]."""
     mean, limit = _unit(mean), math.log(2 / _OF_SAMPLING) / count
     return _boundary(mean, 0.0, limit), _boundary(mean, 1.0, limit)

@@ -86,7 +86,7 @@ def begin(plan: Plan, folder: RunFolder, command: str) -> Run:
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     content = _config(plan, {"name": folder.path.name, "command": command, "created": created})
     folder.write_config(content)
-    encoder = _prepared(plan, folder)
+    encoder = _prepared(plan, folder).for_model(plan.settings.model)
     content["encoding"] = {"kind": encoder.kind, **encoder.to_dict()}
     content["data"]["preprocessing"] = list(encoder.preprocessing)
     folder.write_config(content)  # before the training: what was released is not released again
