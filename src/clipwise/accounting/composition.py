@@ -47,6 +47,8 @@ class Composition:
     # A bound on the probability that any batch was truncated (truncated Poisson sampling). The other fields bound the
     # history if none was; accountants.py adds the cost of truncation.
     excess: float = 0.0
+    # A bound on the probability that a release fails on one of two neighbours (sampling="full"); see truncation.py.
+    failure: float = 0.0
     # For participations.py: the steps at which a unit is drawn independently, as ((rate, z), count), including
     # those with too little noise for an amplified step; and mu of all other releases, if a unit takes part in each.
     drawn: tuple[tuple[tuple[float, float], int], ...] = ()
@@ -65,6 +67,7 @@ def compose(history: Sequence[Entry]) -> Composition:
     unamplified: Counter[float] = Counter()  # how often a unit takes part, for each noise multiplier
     amplified: Counter[float] = Counter()
     excess: Counter[float] = Counter()
+    failure: Counter[float] = Counter()
     drawn: Counter[tuple[float, float]] = Counter()  # for each rate and noise multiplier; random blocks count too
     sure: Counter[float] = Counter()
     for entry in history:
@@ -75,7 +78,7 @@ def compose(history: Sequence[Entry]) -> Composition:
         step = amplified_step(entry.event)
         participations = -(-entry.count // entry.event.period)  # a shuffled epoch that has begun counts as a whole
         z, cut = entry.event.noise_multiplier, entry.event.excess
-        excess[cut] += entry.count
+        (failure if entry.event.sampling is Sampling.FULL else excess)[cut] += entry.count
         if step is None:
             unamplified[z] += participations
         else:
@@ -90,10 +93,15 @@ def compose(history: Sequence[Entry]) -> Composition:
         mu=_mu(unamplified),
         steps=in_order,
         unamplified_mu=_mu(unamplified, amplified),
-        excess=min(1.0, math.fsum(count * cut for cut, count in excess.items())),
+        excess=_sum_of(excess),
+        failure=_sum_of(failure),
         drawn=tuple(sorted(drawn.items())),
         sure_mu=_mu(sure),
     )
+
+
+def _sum_of(probabilities: Mapping[float, int]) -> float:
+    return min(1.0, math.fsum(count * each for each, count in probabilities.items()))
 
 
 def _mu(*participations: Mapping[float, int]) -> float:

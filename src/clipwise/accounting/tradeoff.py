@@ -185,7 +185,7 @@ def of(history: Sequence[Entry]) -> Tradeoff:
     total = compose(history)
     if math.isinf(total.unamplified_mu):
         return Tradeoff.nothing()
-    if not total.steps and total.excess == 0:
+    if not total.steps and total.excess == 0 and total.failure == 0:
         return Tradeoff.gaussian(total.mu)
     total = schedule.with_few_kinds(total, pld.MOST_KINDS)
     return Tradeoff.from_profile(*refined(lambda epsilons: _profile(total, epsilons)))
@@ -197,8 +197,8 @@ def profile(history: Sequence[Entry], epsilons: Array) -> Array:
 
 
 def _profile(total: Composition, epsilons: Array) -> Array:
-    of_cuts = [truncation.added_delta(float(e), total.excess) for e in epsilons] if total.excess else 0.0
-    return np.minimum(pld.profile(total, epsilons) + of_cuts, 1.0)
+    rare = [truncation.added_delta(float(e), total.excess, total.failure) for e in epsilons]
+    return np.minimum(pld.profile(total, epsilons) + rare, 1.0)
 
 
 def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:

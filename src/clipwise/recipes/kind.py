@@ -76,6 +76,13 @@ class Source(ABC):
         """Whether `prepare` must release noised counts, because something that it needs is not declared."""
 
     @abstractmethod
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        """The settings for this many training rows and this budget, before anything is released.
+
+        `preset` is "fast" or "best". `epsilon` is infinity without privacy.
+        """
+
+    @abstractmethod
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> Encoder:
         """Fix the encoding from declared facts, and from noised counts of these rows alone."""
 
