@@ -69,7 +69,15 @@ python = "3.11.7"
 """
     )
     lines: list[dict[str, Any]] = [
-        {"kind": "progress", "epoch": 1.0, "step": 5, "steps": steps, "epsilon": 1.1, "accountant": "rdp", "seconds": 1.0}
+        {
+            "kind": "progress",
+            "epoch": 1.0,
+            "step": 5,
+            "steps": steps,
+            "epsilon": 1.1,
+            "accountant": "rdp",
+            "seconds": 1.0,
+        }
     ]
     figures = [("accuracy", None, 0.83, 0.79, 0.87), ("accuracy", group, 0.80, 0.71, 0.89)]
     for figure, of, value, low, high in figures:

@@ -31,8 +31,9 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     decay = settings.weight_decay
     if settings.optimizer == "sgd":
         return torch.optim.SGD(trained, settings.learning_rate, settings.momentum, weight_decay=decay)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[settings.optimizer]
-    return kind(trained, settings.learning_rate, weight_decay=decay)
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(trained, settings.learning_rate, weight_decay=decay)
+    return torch.optim.AdamW(trained, settings.learning_rate, weight_decay=decay)
 
 
 def device_of(choices: Choices) -> torch.device:

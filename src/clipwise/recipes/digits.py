@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from clipwise.sampling.augmentation import Views
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.recipes.small_cnn import small_cnn
+from clipwise.sampling.augmentation import Views
 
+EMBEDDED = "digits"
 _FILE = Path(__file__).with_name("digits.npz")
 _TEST_EVERY = 5
 _BRIGHTEST = 16  # a pixel counts the inked points of a 4x4 block
@@ -101,6 +102,9 @@ class DigitsEncoder(Encoder):
             raise ConfigurationError(f"--model {name!r} is not known for the digits: use small-cnn.")
         return small_cnn()
 
+    def synthetic(self, rows: int) -> TensorDataset:
+        return TensorDataset(torch.rand(rows, 1, 8, 8), torch.arange(rows) % 10)
+
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="none")
 
@@ -115,7 +119,7 @@ class DigitsEncoder(Encoder):
         return cls()
 
     def open(self, path: Path) -> DigitsSource:
-        return DigitsSource(train=False, file=path)
+        return DigitsSource(train=False, file=None if str(path) == EMBEDDED else path)
 
 
 def _read(file: Path) -> TensorDataset:
@@ -126,6 +130,5 @@ def _read(file: Path) -> TensorDataset:
         raise ConfigurationError(f"{file} is not an .npz file with an array named images.") from error
     labels = np.zeros(len(images)) if labels is None else labels
     return TensorDataset(
-        torch.from_numpy(images.astype(np.float32) / _BRIGHTEST).unsqueeze(1),
-        torch.from_numpy(labels.astype(np.int64)),
+        torch.from_numpy(images.astype(np.float32) / _BRIGHTEST).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
     )

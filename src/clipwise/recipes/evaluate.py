@@ -127,7 +127,10 @@ def groups_of(source: Source, encoder: Encoder, column: str, rows: np.ndarray | 
 
 
 def _sums(encoder: Encoder, score_N: np.ndarray, groups: Groups | None) -> tuple[np.ndarray, tuple[str, ...]]:
-    """One row per group with (correct, wrong), or the sum of squared errors. A record adds a vector of norm at most 1."""
+    """One row per group with (correct, wrong), or (sum of squared errors, rows without a target).
+
+    A record adds a vector of norm at most 1.
+    """
     if encoder.task.labels is None:
         if groups is not None:
             raise ConfigurationError("--groups is for classification: the error of a regression has no groups yet.")
@@ -148,7 +151,8 @@ def _figures(
     if encoder.task.labels is None:
         return [_error(encoder, float(sums[0, 0]), count, float(sums[0, 1]), std, rows)]
     figures = [_accuracy(float(sums[:, 0].sum()), count, std * math.sqrt(len(sums)), rows)]
-    figures += [_group_accuracy(*map(float, pair), std, rows, name) for name, pair in zip(names, sums, strict=False)]
+    for name, (correct, wrong) in zip(names, sums.tolist(), strict=False):
+        figures.append(_group_accuracy(correct, wrong, std, rows, name))
     return figures
 
 

@@ -15,7 +15,6 @@ from clipwise.recipes.evaluate import Figure, Groups, exact_figures, groups_of, 
 from clipwise.recipes.kind import Encoder, Source
 from clipwise.recipes.planning import Plan
 from clipwise.recipes.run_folder import RunFolder
-from clipwise.report.model_card import write_model_card
 from clipwise.report.page import write_page
 from clipwise.report.run_statement import write_statement
 
@@ -65,7 +64,7 @@ def public_reference(path: Path) -> dict[str, Any]:
     folder = RunFolder.existing(path)
     if folder.read_config().get("privacy", {}).get("epsilon") != "none":
         raise ConfigurationError(
-            f"--public-reference {path} is a private run: give a run that was trained with --epsilon none on public data."
+            f"--public-reference {path} is a private run: give one that was trained with --epsilon none on public data."
         )
     figures = [line for line in folder.released() if line["group"] is None]
     if not figures:
@@ -78,7 +77,6 @@ def write_documents(folder: RunFolder, reference: Mapping[str, Any] | None = Non
     if reference is not None:
         folder.write_config({**folder.read_config(), "public_reference": reference})
     write_statement(folder.path)
-    write_model_card(folder.path)
     return write_page(folder.path)
 
 

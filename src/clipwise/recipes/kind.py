@@ -127,7 +127,9 @@ class Encoder(ABC):
 
     def groups(self, source: Source, column: str, rows: np.ndarray | None) -> tuple[tuple[str, ...], np.ndarray]:
         """The categories of a column, which are declared or released, and the index of that of each row."""
-        raise ConfigurationError(f"--groups {column!r} is not possible: data of the kind {self.kind!r} have no columns.")
+        raise ConfigurationError(
+            f"--groups {column!r} is not possible: data of the kind {self.kind!r} have no columns."
+        )
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

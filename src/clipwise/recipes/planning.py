@@ -16,6 +16,7 @@ from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.recipes.config import Choices
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.sources import open_source
 from clipwise.sampling import make_scheme
 
 # The share of delta for showing a category that only one row has (counts.py).
@@ -62,10 +63,13 @@ class Plan:
         return counts if self.event is None else [*counts, Entry(self.event, self.steps)]
 
 
-def plan_of(choices: Choices, source: Source) -> Plan:
-    """Fix everything that the privacy of a run depends on. Looks at no record."""
+def plan_of(choices: Choices, source: Source | None = None) -> Plan:
+    """Fix everything that the privacy of a run depends on. Looks at no record. `source` is by default opened here."""
+    source = open_source(choices) if source is None else source
     if choices.epsilon is None:
-        raise ConfigurationError("--epsilon is needed: the privacy budget, such as 3, or none to train without privacy.")
+        raise ConfigurationError(
+            "--epsilon is needed: the privacy budget, such as 3, or none to train without privacy."
+        )
     training, held_out = split(len(source), choices.held_out_share)
     delta = default_delta(len(source)) if choices.delta is None else choices.delta
     if choices.is_private and delta >= 1 / len(training):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "ledger.resume"
 
     @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.path / "report.html"
+
+    @property
     def is_finished(self) -> bool:
         """Whether the training has ended."""
         return self.model.is_file()
@@ -108,15 +113,22 @@ class RunFolder:
 
     def released(self) -> list[dict[str, Any]]:
         """The released figures in metrics.jsonl."""
+        return self._lines("released")
+
+    def progress(self) -> list[dict[str, Any]]:
+        """The lines about progress in metrics.jsonl."""
+        return self._lines("progress")
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
         if not self.metrics.is_file():
             return []
         lines = [json.loads(line) for line in self.metrics.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if line["kind"] == "released"]
+        return [line for line in lines if line["kind"] == kind]
 
     def save_model(self, state: Mapping[str, Tensor]) -> None:
         """Write the weights."""
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-        replace_file(self.model, lambda file: save_file(tensors, file.name), mode=0o644)
+        data = save({name: value.detach().cpu().contiguous().clone() for name, value in state.items()})
+        replace_file(self.model, lambda file: file.write(data), mode=0o644)
 
     def load_model(self) -> dict[str, Tensor]:
         """Read the weights."""

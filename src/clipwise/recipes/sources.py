@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.config import Choices
-from clipwise.recipes.digits import DigitsEncoder, DigitsSource
+from clipwise.recipes.digits import EMBEDDED, DigitsEncoder, DigitsSource
 from clipwise.recipes.kind import Encoder, Source
-
-EMBEDDED = "digits"
 
 
 def open_source(choices: Choices) -> Source:
@@ -22,7 +21,9 @@ def open_source(choices: Choices) -> Source:
 
 def public_test(choices: Choices, encoder: Encoder) -> Source | None:
     """The public test rows, if there are any."""
-    raise NotImplementedError
+    if choices.public_test is None:
+        return None
+    return encoder.open(Path(choices.public_test))
 
 
 def encoder_from(data: Mapping[str, Any]) -> Encoder:

@@ -31,9 +31,9 @@ from clipwise.ledger.planned_run import plan_run
 from clipwise.ledger.run_description import versions
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event
+from clipwise.recipes.building import batch_loss, device_of, make_optimizer
 from clipwise.recipes.config import Choices, read_choices
 from clipwise.recipes.counts import NoisedCounts
-from clipwise.recipes.building import batch_loss, device_of, make_optimizer
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Encoder, Settings
 from clipwise.recipes.planning import Plan, plan_of

@@ -288,6 +288,4 @@ def _with_audit(record: RunRecord, path: Path) -> RunRecord:
             f"{path} is not the output of `clipwise audit --json` for this run: its run is not that of the ledger. "
             "Repeat the audit, or remove the file."
         )
-    return RunRecord(
-        record.name, record.path, record.config, record.metrics, record.training, record.evaluation, audit
-    )
+    return RunRecord(record.name, record.path, record.config, record.metrics, record.training, record.evaluation, audit)

@@ -89,7 +89,9 @@ def describe(record: RunRecord) -> str:
         lines.append(("training", f"{s.steps} noised releases; epsilon {words.figure(s.epsilon)} at delta {s.delta:g}"))
     if record.evaluation is not None:
         s = record.evaluation.spent
-        lines.append(("evaluation", f"{s.steps} noised releases on the held-out rows; epsilon {words.figure(s.epsilon)}"))
+        lines.append(
+            ("evaluation", f"{s.steps} noised releases on the held-out rows; epsilon {words.figure(s.epsilon)}")
+        )
     if record.ledgers:
         lines.append(("composition", words.composition(record)))
     if record.no_guarantee is None:

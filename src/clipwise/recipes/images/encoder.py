@@ -62,9 +62,7 @@ class ImageEncoder(Encoder):
         values = images.images.labels()
         if values is None:
             raise ConfigurationError(f"{source.description}: the images have no labels to learn or to compare with.")
-        return TensorDataset(
-            self._inputs(images, rows), targets([values[row] for row in rows.tolist()], self.labels)
-        )
+        return TensorDataset(self._inputs(images, rows), targets([values[row] for row in rows.tolist()], self.labels))
 
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         return (self._inputs(self._images(source), np.arange(len(source))),)
@@ -90,7 +88,9 @@ class ImageEncoder(Encoder):
     def model(self, name: str) -> nn.Module:
         one_of("model", name, _MODELS)
         if (name == SCATTERING) != (self.model_name == SCATTERING):
-            raise ConfigurationError(f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r}).")
+            raise ConfigurationError(
+                f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r})."
+            )
         if name == SCATTERING:
             return LinearOnFeatures(scattering_size(self.channels, self.image_size), len(self.labels))
         if name == TANH_CNN:
@@ -114,7 +114,10 @@ class ImageEncoder(Encoder):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ImageEncoder:
         return cls(
-            tuple(data["labels"]), int(data["channels"]), int(data["image_size"]), tuple(data["preprocessing"]),
+            tuple(data["labels"]),
+            int(data["channels"]),
+            int(data["image_size"]),
+            tuple(data["preprocessing"]),
             str(data["model_name"]),
         )
 
@@ -122,6 +125,4 @@ class ImageEncoder(Encoder):
         """Further images. Of a layout with a training and a test part this is the test part."""
         from clipwise.recipes.images.source import ImageSource
 
-        return ImageSource(
-            path, labels=self.labels, image_size=self.image_size, grey=self.channels == 1, part="test"
-        )
+        return ImageSource(path, labels=self.labels, image_size=self.image_size, grey=self.channels == 1, part="test")

@@ -147,7 +147,9 @@ def _npz(file: Path, part: str) -> Images:
     if labels is not None:
         labels = labels.reshape(len(labels)) if labels.size == len(labels) else labels
         if labels.dtype.kind not in "uibUS":
-            raise ConfigurationError(f"{file.name}: the labels have the type {labels.dtype}: store whole numbers or text.")
+            raise ConfigurationError(
+                f"{file.name}: the labels have the type {labels.dtype}: store whole numbers or text."
+            )
         labels = np.char.decode(labels, "utf-8") if labels.dtype.kind == "S" else labels
     return ArrayImages(
         f"npz file {file.name}", pixels, labels, byte_labels=labels is not None and labels.dtype == np.uint8

@@ -68,7 +68,9 @@ def _hash(token: str, seen: dict[str, int]) -> int:
     """64 bits, the same in every process and on every machine."""
     value = seen.get(token)
     if value is None:
-        value = int.from_bytes(hashlib.blake2b(token.encode("utf-8", "replace"), digest_size=8, key=_KEY).digest(), "big")
+        value = int.from_bytes(
+            hashlib.blake2b(token.encode("utf-8", "replace"), digest_size=8, key=_KEY).digest(), "big"
+        )
         if " " not in token:
             seen[token] = value
     return value

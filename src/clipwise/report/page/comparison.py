@@ -58,7 +58,13 @@ def _guarantees(records: Sequence[RunRecord]) -> Html:
 def _accuracy(records: Sequence[RunRecord]) -> Html | None:
     lines = [(record, line) for record in records for line in record.released if line.get("group") is None]
     rows = [
-        [record.name, str(line.get("name")), tag("strong", words.value_of(line)), words.interval_of(line), words.rows_of(line)]
+        [
+            record.name,
+            str(line.get("name")),
+            tag("strong", words.value_of(line)),
+            words.interval_of(line),
+            words.rows_of(line),
+        ]
         for record, line in lines
     ]
     return table("Released figures", ("run", "figure", "value", "interval", "measured on"), rows) if rows else None
@@ -102,7 +108,9 @@ def _spending(records: Sequence[RunRecord]) -> Html | None:
 
 def _settings(records: Sequence[RunRecord]) -> Html | None:
     """The settings in which the runs differ, and those that they share."""
-    tables = [{**record.section("data"), **record.section("training"), **record.section("privacy")} for record in records]
+    tables = [
+        {**record.section("data"), **record.section("training"), **record.section("privacy")} for record in records
+    ]
     names = list(dict.fromkeys(name for each in tables for name in each if not isinstance(each[name], (dict, list))))
     differing = [name for name in names if len({str(each.get(name)) for each in tables}) > 1]
     if not names:

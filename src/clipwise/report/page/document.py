@@ -29,7 +29,13 @@ def document(title: str, head: Iterable[Content], sections: Sequence[Section]) -
     links = [tag("li", tag("a", section.title, href=f"#{section.name}")) for section in shown]
     body = markup(
         tag("a", "Skip to the report", href="#report", cls="skip"),
-        tag("main", tag("header", *head), tag("nav", tag("ul", links), aria_label="Contents"), map(_section, shown), id="report"),
+        tag(
+            "main",
+            tag("header", *head),
+            tag("nav", tag("ul", links), aria_label="Contents"),
+            map(_section, shown),
+            id="report",
+        ),
         tag(
             "footer",
             f"Written by clipwise {__version__}. All figures are computed from the ledger of the run, and are upper bounds "

@@ -61,7 +61,10 @@ def headline(record: RunRecord) -> Html | None:
     ]
     return tag(
         "dl",
-        [tag("div", tag("dt", name), tag("dd", value, cls="value"), tag("dd", note, cls="note")) for name, value, note in figures],
+        [
+            tag("div", tag("dt", name), tag("dd", value, cls="value"), tag("dd", note, cls="note"))
+            for name, value, note in figures
+        ],
         cls="figures",
     )
 
@@ -74,8 +77,7 @@ def attacker(record: RunRecord) -> Html:
         f"{unit} was in the data. An alarm is the answer yes. Each figure is a bound on every possible attack."
     )
     return markup(
-        tag("p", before),
-        tag("div", _people(record), tag("div", _beliefs(unit, risks), _detected(risks)), cls="pair"),
+        tag("p", before), tag("div", _people(record), tag("div", _beliefs(unit, risks), _detected(risks)), cls="pair")
     )
 
 
@@ -89,7 +91,10 @@ def _people(record: RunRecord) -> Html:
         tag("h3", "Of 100 ", unit, "s in the data"),
         tag(
             "div",
-            [tag("figure", charts.dots(n, text), tag("figcaption", text)) for n, text in ((1.0, guess), (caught, attack))],
+            [
+                tag("figure", charts.dots(n, text), tag("figcaption", text))
+                for n, text in ((1.0, guess), (caught, attack))
+            ],
             cls="people",
         ),
         tag("p", "Both raise a false alarm in 1 of 100 cases.", cls="note"),
@@ -161,7 +166,10 @@ def tradeoff_chart(record: RunRecord) -> Html:
         (charts.Axis("false alarms", 1.0), charts.Axis("missed detections", 1.0)),
         (
             ("false alarms", "missed, at least", "detected, at most"),
-            [(f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", words.percent(risks.power(a), 4)) for a in SHOWN],
+            [
+                (f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", words.percent(risks.power(a), 4))
+                for a in SHOWN
+            ],
         ),
         note="The closer the curve is to the dashed line, the less an attack is better than guessing.",
     )
@@ -206,4 +214,16 @@ def mechanism(record: RunRecord, assumptions: list[str]) -> Html:
     return markup(facts(pairs), tag("h3", "Assumptions"), items(assumptions))
 
 
-_TECHNICAL = ("setting", "weights", "neighbours", "releases", "sensitivity", "noise", "divisor", "accountant", "budget", "public data", "tuning")
+_TECHNICAL = (
+    "setting",
+    "weights",
+    "neighbours",
+    "releases",
+    "sensitivity",
+    "noise",
+    "divisor",
+    "accountant",
+    "budget",
+    "public data",
+    "tuning",
+)

@@ -29,7 +29,11 @@ def report(record: RunRecord) -> str:
         Section("accuracy", "Accuracy as released", run.accuracy(record) if record.config else None),
         Section("budget", "How the budget was spent", _budget(record) if holds else None),
         Section("limits", "What is not protected", guarantee.protected(record) if holds else None),
-        Section("method", "How the guarantee was obtained", guarantee.mechanism(record, assumptions(record)) if holds else None),
+        Section(
+            "method",
+            "How the guarantee was obtained",
+            guarantee.mechanism(record, assumptions(record)) if holds else None,
+        ),
         Section("audit", "Audit", run.audit(record) if record.training else None),
         Section("configuration", "Configuration and versions", run.configuration(record)),
     ]

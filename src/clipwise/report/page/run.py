@@ -40,7 +40,9 @@ def data_and_model(record: RunRecord) -> Html:
 def accuracy(record: RunRecord) -> Html:
     """The released figures with their intervals."""
     if not record.released:
-        return tag("p", "No accuracy was released. Computing one on private rows without noise would void the guarantee.")
+        return tag(
+            "p", "No accuracy was released. Computing one on private rows without noise would void the guarantee."
+        )
     names = list(dict.fromkeys(str(line.get("name")) for line in record.released))
     return markup(
         [_figures(name, [line for line in record.released if str(line.get("name")) == name]) for name in names],
