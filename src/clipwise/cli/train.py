@@ -204,8 +204,8 @@ def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> 
     changed = [name for name, value in given.items() if value is not None and name != "device"]
     if changed:
         raise ConfigurationError(
-            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or begin "
-            "a new run."
+            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or "
+            "begin a new run."
         )
     device = {} if given["device"] is None else {"device": given["device"]}
     run = reopened(RunFolder.existing(path), **device)

@@ -1,4 +1,4 @@
-"""What `clipwise train` fixes before the first release: the split of the rows, the settings, the noise and the steps."""
+"""What `clipwise train` fixes before the first release: the split of the rows, settings, noise and steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
         raise ConfigurationError(
             "--epsilon is needed: the privacy budget, such as 3, or none to train without privacy."
         )
-    training, held_out = split(len(source), choices.held_out_share)
+    training, held_out = split(len(source), choices.held_out_share if source.has_figures else Fraction(0))
     delta = default_delta(len(source)) if choices.delta is None else choices.delta
     if choices.is_private and delta >= 1 / len(training):
         raise ConfigurationError(
