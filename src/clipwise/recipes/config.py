@@ -20,7 +20,7 @@ from clipwise.recipes.kind import Settings
 PRESETS = ("fast", "best")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
-KINDS = ("table", "images", "text", "function")
+KINDS = ("table", "images", "text", "function", "digits")
 
 
 @dataclass(frozen=True)
