@@ -18,6 +18,7 @@ from clipwise.cli.export import export
 from clipwise.cli.noise import noise
 from clipwise.cli.output import remark, say
 from clipwise.cli.predict import predict
+from clipwise.cli.report import report
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
 from clipwise.cli.train import train
@@ -65,5 +66,10 @@ def main(
     """
 
 
-for command in (demo, train, predict, evaluate, export, epsilon, noise, tradeoff, statement, check, audit, tune):
+COMMANDS = (
+    *(demo, train, predict, evaluate, export, report),
+    *(statement, epsilon, noise, tradeoff),
+    *(check, audit, tune),
+)
+for command in COMMANDS:
     app.command()(command)
