@@ -39,7 +39,9 @@ def released_labels(values: Sequence[str | None], counts: NoisedCounts | None, b
         bytes_only: whether the format allows the labels 0 to 255 only. Then their domain is public.
     """
     if counts is None:
-        raise ConfigurationError("The labels are not declared: give --labels, or a share of the budget for their counts.")
+        raise ConfigurationError(
+            "The labels are not declared: give --labels, or a share of the budget for their counts."
+        )
     if bytes_only:
         bins = np.array([NO_LABEL if value is None else int(value) for value in values], np.int64)
         released = counts.release({"labels": (bins, _BYTES)})

@@ -14,10 +14,11 @@ from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import label_losses, targets
-from clipwise.recipes.images.defaults import SCATTERING, TANH_CNN, WIDE_RESNET, image_settings
-from clipwise.recipes.images.networks import LinearOnFeatures, tanh_cnn, wide_resnet
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, image_settings
+from clipwise.recipes.images.networks import tanh_cnn, wide_resnet
 from clipwise.recipes.images.scattering import scattering, scattering_size
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
+from clipwise.recipes.linear import LinearOnFeatures
 from clipwise.sampling.augmentation import Crop, Flip, Views
 from clipwise.validation.arguments import one_of
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from clipwise.recipes.images.source import ImageSource
 
 _CHUNK = 1024  # images at a time
-_MODELS = (SCATTERING, TANH_CNN, WIDE_RESNET)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ImageEncoder(Encoder):
         return Task(labels=self.labels)
 
     def for_model(self, name: str) -> ImageEncoder:
-        one_of("model", name, _MODELS)
+        one_of("model", name, MODELS)
         return replace(self, model_name=name)
 
     def encode(self, source: Source, rows: np.ndarray | None = None) -> TensorDataset:
@@ -62,9 +62,7 @@ class ImageEncoder(Encoder):
         values = images.images.labels()
         if values is None:
             raise ConfigurationError(f"{source.description}: the images have no labels to learn or to compare with.")
-        return TensorDataset(
-            self._inputs(images, rows), targets([values[row] for row in rows.tolist()], self.labels)
-        )
+        return TensorDataset(self._inputs(images, rows), targets([values[row] for row in rows.tolist()], self.labels))
 
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         return (self._inputs(self._images(source), np.arange(len(source))),)
@@ -85,17 +83,24 @@ class ImageEncoder(Encoder):
         return scattering(x_BCHW) if self.model_name == SCATTERING else x_BCHW
 
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return image_settings(rows, epsilon, preset, self.model_name, self.channels)
+        return image_settings(rows, epsilon, preset, self.channels, self.model_name)
 
     def model(self, name: str) -> nn.Module:
-        one_of("model", name, _MODELS)
+        one_of("model", name, MODELS)
         if (name == SCATTERING) != (self.model_name == SCATTERING):
-            raise ConfigurationError(f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r}).")
+            raise ConfigurationError(
+                f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r})."
+            )
         if name == SCATTERING:
             return LinearOnFeatures(scattering_size(self.channels, self.image_size), len(self.labels))
         if name == TANH_CNN:
             return tanh_cnn(self.channels, self.image_size, len(self.labels))
         return wide_resnet(self.channels, len(self.labels))
+
+    def synthetic(self, rows: int) -> TensorDataset:
+        x_BCHW = torch.rand(min(rows, _CHUNK), self.channels, self.image_size, self.image_size)
+        x = self._encoded(x_BCHW)[torch.arange(rows) % _CHUNK]
+        return TensorDataset(x, torch.arange(rows) % len(self.labels))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return label_losses(output, target)
@@ -114,7 +119,10 @@ class ImageEncoder(Encoder):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ImageEncoder:
         return cls(
-            tuple(data["labels"]), int(data["channels"]), int(data["image_size"]), tuple(data["preprocessing"]),
+            tuple(data["labels"]),
+            int(data["channels"]),
+            int(data["image_size"]),
+            tuple(data["preprocessing"]),
             str(data["model_name"]),
         )
 
@@ -122,6 +130,4 @@ class ImageEncoder(Encoder):
         """Further images. Of a layout with a training and a test part this is the test part."""
         from clipwise.recipes.images.source import ImageSource
 
-        return ImageSource(
-            path, labels=self.labels, image_size=self.image_size, grey=self.channels == 1, part="test"
-        )
+        return ImageSource(path, labels=self.labels, image_size=self.image_size, grey=self.channels == 1, part="test")

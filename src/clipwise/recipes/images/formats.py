@@ -96,7 +96,7 @@ def _file(file: Path, part: str) -> Images:
 
 
 def _label_file(file: Path) -> Path | None:
-    """train-labels-idx1-ubyte.gz beside train-images-idx3-ubyte.gz; kmnist-test-labels.npz beside kmnist-test-imgs.npz."""
+    """The file of labels beside a file of images: train-labels-idx1-ubyte beside train-images-idx3-ubyte."""
     for image, label in (("images", "labels"), ("imgs", "labels")):
         name = file.name.replace(image, label).replace("idx3", "idx1")
         for found in (file.with_name(name), file.with_name(name.removesuffix(".gz")), file.with_name(f"{name}.gz")):
@@ -147,7 +147,9 @@ def _npz(file: Path, part: str) -> Images:
     if labels is not None:
         labels = labels.reshape(len(labels)) if labels.size == len(labels) else labels
         if labels.dtype.kind not in "uibUS":
-            raise ConfigurationError(f"{file.name}: the labels have the type {labels.dtype}: store whole numbers or text.")
+            raise ConfigurationError(
+                f"{file.name}: the labels have the type {labels.dtype}: store whole numbers or text."
+            )
         labels = np.char.decode(labels, "utf-8") if labels.dtype.kind == "S" else labels
     return ArrayImages(
         f"npz file {file.name}", pixels, labels, byte_labels=labels is not None and labels.dtype == np.uint8
