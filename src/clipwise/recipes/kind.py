@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from clipwise.errors import ConfigurationError
 from clipwise.sampling.augmentation import Views
 
 if TYPE_CHECKING:
@@ -119,6 +120,20 @@ class Encoder(ABC):
     @abstractmethod
     def model(self, name: str) -> nn.Module:
         """A model with new weights."""
+
+    def for_model(self, name: str) -> Encoder:
+        """The encoding for this model, if it differs between models. It depends on nothing else."""
+        return self
+
+    def synthetic(self, rows: int) -> TensorDataset | None:
+        """Made-up rows with the shapes of `encode`, for estimates of time and memory; None if there are none."""
+        return None
+
+    def groups(self, source: Source, column: str, rows: np.ndarray | None) -> tuple[tuple[str, ...], np.ndarray]:
+        """The categories of a column, which are declared or released, and the index of that of each row."""
+        raise ConfigurationError(
+            f"--groups {column!r} is not possible: data of the kind {self.kind!r} have no columns."
+        )
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ def scattering_size(channels: int, image_size: int) -> int:
 @torch.no_grad()
 def scattering(x_BCHW: Tensor) -> Tensor:
     """Features of square images, [B, C F G G] in bfloat16. The features of an image depend on it alone."""
-    chunks = [_features(chunk) for chunk in torch.split(x_BCHW, _CHUNK)]
-    size = scattering_size(x_BCHW.shape[1], x_BCHW.shape[-1])
-    return torch.cat(chunks) if len(x_BCHW) else x_BCHW.new_zeros(0, size, dtype=torch.bfloat16)
+    if len(x_BCHW) == 0:
+        return x_BCHW.new_zeros(0, scattering_size(x_BCHW.shape[1], x_BCHW.shape[-1]), dtype=torch.bfloat16)
+    return torch.cat([_features(chunk) for chunk in torch.split(x_BCHW, _CHUNK)])
 
 
 def _features(x_BCHW: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class ImageSource(Source):
         if self._declared is not None:
             labels, how = self._declared, "declared"
         elif self.images.names is not None:
-            labels, how = require_labels(self.images.names), f"public: {self._where_names_are()}"
+            labels, how = require_labels(self.images.names), self._where_names_are()
         else:
             chosen = [values[row] for row in np.asarray(rows).tolist()]
             labels = released_labels(chosen, counts, self.images.byte_labels)
@@ -94,8 +94,8 @@ class ImageSource(Source):
         return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
 
     def _where_names_are(self) -> str:
-        named = "names of the sub-folders" if "folder" in self.description else "classes of this data set"
-        return f"they are the {named}, which are taken as public"
+        named = "the names of the sub-folders" if "folder" in self.description else "the classes of this data set"
+        return f"{named}, which are taken as public"
 
     def _size_line(self) -> str:
         colours = "grey" if self.channels == 1 else "colour"
