@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,27 +28,43 @@ from experiments.recipes.media import Results, part, run
 DIGITS = tuple(map(str, range(10)))
 VALIDATION_EVERY = 5
 BUDGETS = (1.0, 3.0, 8.0)
-# (data set, training images, the number of images whose noise they are trained with)
-SIZES = (("kmnist", 1000, None), ("kmnist", 8000, None), ("kmnist", 8000, 60_000), ("cifar10", 8000, 50_000))
-SHAPES = ((1 / 16, 300), (1 / 4, 150))  # (sampling rate, steps)
-LEARNING_RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
+SHAPE = (1 / 8, 200)  # sampling rate and steps
+
+
+@dataclass(frozen=True)
+class Point:
+    """A data set, how many of its images are trained on, and the number of images whose noise they are trained with."""
+
+    data: str
+    rows: int
+    as_if: int | None
+    learning_rates: tuple[float, ...]
+
+
+POINTS = (
+    Point("kmnist", 1000, None, (1 / 32, 1 / 16, 1 / 8, 1 / 4)),
+    Point("kmnist", 8000, None, (1 / 16, 1 / 8, 1 / 4, 1 / 2)),
+    Point("kmnist", 8000, 60_000, (1 / 2, 1, 2, 4)),
+    Point("cifar10", 4000, 50_000, (1 / 2, 1, 2)),
+)
 COMMAND = "python -m experiments recipes/images --data DIR"
 
 
 def search(data: Path) -> None:
     """Train on a part of KMNIST and CIFAR-10 over a grid, and compare on images that were not trained on."""
     results = Results("images-search", f"{COMMAND} --search")
-    for name, rows, as_if in SIZES:
-        encoder, train, validation = _public(name, data, rows)
-        for settings, epsilon in _grid(name, rows):
-            results.add({"data": name} | run(encoder, settings, train, validation, epsilon, as_if=as_if))
+    for point in POINTS:
+        encoder, train, validation = _public(point.data, data, point.rows)
+        for settings, epsilon in _grid(point):
+            row = run(encoder, settings, train, validation, epsilon, as_if=point.as_if)
+            results.add({"data": point.data} | row)
 
 
-def _grid(name: str, rows: int) -> Iterator[tuple[Settings, float]]:
-    for rate, steps in SHAPES if name == "kmnist" else SHAPES[:1]:
-        for epsilon in BUDGETS:
-            for learning_rate in LEARNING_RATES:
-                yield Settings("scattering", round(rows * rate), steps * rate, learning_rate), epsilon
+def _grid(point: Point) -> Iterator[tuple[Settings, float]]:
+    for epsilon in BUDGETS:
+        for learning_rate in point.learning_rates:
+            rate, steps = SHAPE
+            yield Settings("scattering", round(point.rows * rate), steps * rate, learning_rate), epsilon
 
 
 def _public(name: str, data: Path, rows: int) -> tuple[ImageEncoder, TensorDataset, TensorDataset]:
@@ -62,14 +79,14 @@ def _public(name: str, data: Path, rows: int) -> tuple[ImageEncoder, TensorDatas
 
 
 def judge(data: Path, names: Sequence[str], seeds: int) -> None:
-    """Train with the defaults on MNIST and Fashion-MNIST, which were not used to choose them; test on their test parts."""
+    """Train with the defaults on MNIST and Fashion-MNIST, which did not choose them. Test on their test parts."""
     results = Results("images-judgement", f"{COMMAND} --judge --seeds {seeds}")
     for name in names:
         training = ImageSource(data / name, labels=DIGITS)
         encoder = training.prepare(np.arange(len(training)), None)
         train, test = encoder.encode(training), encoder.encode(encoder.open(data / name))
         for epsilon in BUDGETS:
-            settings = encoder.defaults(len(train), epsilon, "fast")
+            settings = training.defaults(len(train), epsilon, "fast")
             for seed in range(seeds):
                 results.add({"data": name} | run(encoder, settings, train, test, epsilon, seed=seed))
 
@@ -100,8 +117,6 @@ def sample_network() -> nn.Module:
         nn.ReLU(),
         nn.Linear(32, 10),
     )
-
-
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -115,6 +115,10 @@ class Encoder(ABC):
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
         """The settings for this many training rows and this budget. `preset` is "fast" or "best"."""
 
+    def for_model(self, name: str) -> Encoder:
+        """The encoding that suits a model: some take fixed features of a record."""
+        return self
+
     @abstractmethod
     def model(self, name: str) -> nn.Module:
         """A model with new weights."""

@@ -8,15 +8,16 @@ from clipwise.recipes.kind import Settings
 from clipwise.validation.arguments import one_of
 
 SCATTERING, TANH_CNN, WIDE_RESNET = "scattering", "tanh-cnn", "wrn-16-4"
+MODELS = (SCATTERING, TANH_CNN, WIDE_RESNET)
 
 
-def image_settings(rows: int, epsilon: float, preset: str, model: str, channels: int) -> Settings:
+def image_settings(rows: int, epsilon: float, preset: str, channels: int, model: str | None = None) -> Settings:
     """Settings by the number of training images, the budget, the preset and the model.
 
     "best" trains longer. For colour images on a GPU it takes the wide residual network.
     """
     one_of("preset", preset, ("fast", "best"))
-    if preset == "best" and channels == 3 and model == SCATTERING and torch.cuda.is_available():
+    if model is None and preset == "best" and channels == 3 and torch.cuda.is_available():
         model = WIDE_RESNET
     if model == TANH_CNN:
         return _tanh_cnn(rows)

@@ -14,10 +14,11 @@ from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import label_losses, targets
-from clipwise.recipes.images.defaults import SCATTERING, TANH_CNN, WIDE_RESNET, image_settings
-from clipwise.recipes.images.networks import LinearOnFeatures, tanh_cnn, wide_resnet
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, image_settings
+from clipwise.recipes.images.networks import tanh_cnn, wide_resnet
 from clipwise.recipes.images.scattering import scattering, scattering_size
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
+from clipwise.recipes.linear import LinearOnFeatures
 from clipwise.sampling.augmentation import Crop, Flip, Views
 from clipwise.validation.arguments import one_of
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from clipwise.recipes.images.source import ImageSource
 
 _CHUNK = 1024  # images at a time
-_MODELS = (SCATTERING, TANH_CNN, WIDE_RESNET)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ImageEncoder(Encoder):
         return Task(labels=self.labels)
 
     def for_model(self, name: str) -> ImageEncoder:
-        one_of("model", name, _MODELS)
+        one_of("model", name, MODELS)
         return replace(self, model_name=name)
 
     def encode(self, source: Source, rows: np.ndarray | None = None) -> TensorDataset:
@@ -83,10 +83,10 @@ class ImageEncoder(Encoder):
         return scattering(x_BCHW) if self.model_name == SCATTERING else x_BCHW
 
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return image_settings(rows, epsilon, preset, self.model_name, self.channels)
+        return image_settings(rows, epsilon, preset, self.channels, self.model_name)
 
     def model(self, name: str) -> nn.Module:
-        one_of("model", name, _MODELS)
+        one_of("model", name, MODELS)
         if (name == SCATTERING) != (self.model_name == SCATTERING):
             raise ConfigurationError(
                 f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r})."
@@ -96,6 +96,11 @@ class ImageEncoder(Encoder):
         if name == TANH_CNN:
             return tanh_cnn(self.channels, self.image_size, len(self.labels))
         return wide_resnet(self.channels, len(self.labels))
+
+    def synthetic(self, rows: int) -> TensorDataset:
+        x_BCHW = torch.rand(min(rows, _CHUNK), self.channels, self.image_size, self.image_size)
+        x = self._encoded(x_BCHW)[torch.arange(rows) % _CHUNK]
+        return TensorDataset(x, torch.arange(rows) % len(self.labels))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return label_losses(output, target)

@@ -96,7 +96,7 @@ def _file(file: Path, part: str) -> Images:
 
 
 def _label_file(file: Path) -> Path | None:
-    """train-labels-idx1-ubyte.gz beside train-images-idx3-ubyte.gz; kmnist-test-labels.npz beside kmnist-test-imgs.npz."""
+    """The file of labels beside a file of images: train-labels-idx1-ubyte beside train-images-idx3-ubyte."""
     for image, label in (("images", "labels"), ("imgs", "labels")):
         name = file.name.replace(image, label).replace("idx3", "idx1")
         for found in (file.with_name(name), file.with_name(name.removesuffix(".gz")), file.with_name(f"{name}.gz")):

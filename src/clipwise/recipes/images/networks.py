@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clipwise.layers.standardized_weights import standardize_weights
 from clipwise.recipes.small_cnn import small_cnn
-
-
-class LinearOnFeatures(nn.Module):
-    """A linear model of fixed features, which may be stored in half precision. It starts at 0."""
-
-    def __init__(self, features: int, classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, classes)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x_BF: Tensor) -> Tensor:
-        """[B, features] to [B, classes]."""
-        return self.linear(x_BF.to(self.linear.weight.dtype))  # type: ignore[no-any-return]
 
 
 def tanh_cnn(channels: int, image_size: int, classes: int) -> nn.Module:
@@ -66,7 +54,7 @@ class WideResNet(nn.Module):
         sizes = (16, 16 * width, 32 * width, 64 * width)
         self.first = nn.Conv2d(channels, sizes[0], 3, padding=1)
         stages = []
-        for stage, (before, after) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for stage, (before, after) in enumerate(pairwise(sizes)):
             stages.append(_Block(before, after, stride=1 if stage == 0 else 2))
             stages += [_Block(after, after, stride=1) for _ in range(blocks - 1)]
         self.stages = nn.Sequential(*stages)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
 
-SUFFIXES = frozenset(".png .jpg .jpeg .bmp .gif .webp .tif .tiff .ppm .pgm".split())
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in a grey value
 
 
@@ -161,16 +161,19 @@ def _files(folder: Path) -> list[Path]:
 def _channels_first(array: NDArray[Any], description: str) -> NDArray[Any]:
     if array.dtype.kind not in "uibf":
         raise ConfigurationError(f"{description}: the images have the type {array.dtype}: store bytes from 0 to 255.")
+    found: NDArray[Any] | None = None
     if array.ndim == 3:
-        return array[:, None]
-    if array.ndim == 4 and array.shape[3] in (1, 2, 3, 4):
-        return array.transpose(0, 3, 1, 2)
-    if array.ndim == 4 and array.shape[1] in (1, 2, 3, 4):
-        return array
-    raise ConfigurationError(
-        f"{description}: an array of shape {array.shape} is no set of images: it needs the axes N, height and width, and "
-        "1 to 4 channels as the last axis or the second."
-    )
+        found = np.expand_dims(array, 1)
+    elif array.ndim == 4 and array.shape[3] in (1, 2, 3, 4):
+        found = array.transpose(0, 3, 1, 2)
+    elif array.ndim == 4 and array.shape[1] in (1, 2, 3, 4):
+        found = array
+    if found is None or 0 in found.shape[2:]:
+        raise ConfigurationError(
+            f"{description}: an array of shape {array.shape} is no set of images: it needs the axes N, height and "
+            "width, and 1 to 4 channels as the last axis or the second."
+        )
+    return found
 
 
 def _unit_range(x: NDArray[Any]) -> Tensor:

@@ -1,14 +1,15 @@
 """A fixed scattering transform of images: oriented wavelets, moduli and averages. Nothing in it is learned.
 
-A linear model of these features learns faster under noise than a network that learns its own filters (Tramèr and Boneh
-2021). kymatio has such a transform, but its current release does not import with current scipy.
+A linear model of these features learns faster under noise than a network that learns its own filters (Tramèr and
+Boneh 2021). kymatio has such a transform, but its release 0.3.0 does not import with scipy 1.15 or later.
 
     S0 = average(x),    S1 = average |x * psi|,    S2 = average ||x * psi_1| * psi_2|
 
 with Morlet wavelets psi of 8 orientations and 2 scales, the second wavelet at the larger scale. The larger scale is the
 same small kernel on an image of half the size. Averages have Gaussian windows on a grid of at most 8 x 8 places.
 
-B: images, C: colours, H, W: height and width, G: places on a side of the grid, F: 81 features of a place, L: orientations.
+B: images, C: colours, H, W: height and width, G: places on a side of the grid, F: 81 features of a place,
+L: orientations.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def scattering_size(channels: int, image_size: int) -> int:
 @torch.no_grad()
 def scattering(x_BCHW: Tensor) -> Tensor:
     """Features of square images, [B, C F G G] in bfloat16. The features of an image depend on it alone."""
-    chunks = [_features(chunk) for chunk in x_BCHW.split(_CHUNK)]
-    size = scattering_size(x_BCHW.shape[1], x_BCHW.shape[-1])
-    return torch.cat(chunks) if len(x_BCHW) else x_BCHW.new_zeros(0, size, dtype=torch.bfloat16)
+    if len(x_BCHW) == 0:
+        return x_BCHW.new_zeros(0, scattering_size(x_BCHW.shape[1], x_BCHW.shape[-1]), dtype=torch.bfloat16)
+    return torch.cat([_features(chunk) for chunk in torch.split(x_BCHW, _CHUNK)])
 
 
 def _features(x_BCHW: Tensor) -> Tensor:

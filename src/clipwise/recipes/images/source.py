@@ -10,10 +10,11 @@ import numpy as np
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import released_labels, require_labels
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, image_settings
 from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.formats import is_images, open_images
-from clipwise.recipes.kind import Source
-from clipwise.validation.arguments import whole
+from clipwise.recipes.kind import Settings, Source
+from clipwise.validation.arguments import one_of, whole
 
 if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
@@ -31,6 +32,7 @@ class ImageSource(Source):
         image_size: the side of the square images that the model takes. By default that of the arrays, at most 64, or
             32 for image files, so that it is not computed from private images.
         grey: whether to drop colours. By default image files are read in colour, and arrays as they are.
+        model: "scattering", "tanh-cnn" or "wrn-16-4", if the user chose one.
         part: "train" or "test", where the layout has both.
     """
 
@@ -43,8 +45,12 @@ class ImageSource(Source):
         labels: Sequence[str] | None = None,
         image_size: int | None = None,
         grey: bool | None = None,
+        model: str | None = None,
         part: str = "train",
     ) -> None:
+        if model is not None:
+            one_of("model", model, MODELS)
+        self._model = model
         self.images = open_images(Path(path), part)
         if len(self.images) == 0:
             raise ConfigurationError(f"{Path(path).name}: there are no images in it.")
@@ -66,6 +72,9 @@ class ImageSource(Source):
     def needs_counts(self) -> bool:
         return self._declared is None and self.images.names is None
 
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        return image_settings(rows, epsilon, preset, self.channels, self._model)
+
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> ImageEncoder:
         values = self.images.labels()
         if values is None:
@@ -76,21 +85,22 @@ class ImageSource(Source):
         if self._declared is not None:
             labels, how = self._declared, "declared"
         elif self.images.names is not None:
-            labels, how = require_labels(self.images.names), f"public: {self._where_names_are()}"
+            labels, how = require_labels(self.images.names), self._where_names_are()
         else:
             chosen = [values[row] for row in np.asarray(rows).tolist()]
             labels = released_labels(chosen, counts, self.images.byte_labels)
             how = "released as noised counts of the training images, within the budget"
-        return ImageEncoder(labels, self.channels, self.image_size, (f"The labels are {how}.", self._size_line()))
+        lines = (f"The labels are {how}.", self._size_line())
+        return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
 
     def _where_names_are(self) -> str:
-        named = "names of the sub-folders" if "folder" in self.description else "classes of this data set"
-        return f"they are the {named}, which are taken as public"
+        named = "the names of the sub-folders" if "folder" in self.description else "the classes of this data set"
+        return f"{named}, which are taken as public"
 
     def _size_line(self) -> str:
         colours = "grey" if self.channels == 1 else "colour"
         how = "declared" if self._size_is_declared else "fixed by the format"
         return (
-            f"Images are {colours}, {self.image_size} x {self.image_size} pixels ({how}), with values from -0.5 to 0.5. "
-            "No statistics of the images are used."
+            f"Images are {colours}, {self.image_size} x {self.image_size} pixels ({how}), with values from -0.5 to "
+            "0.5. No statistics of the images are used."
         )

@@ -34,12 +34,12 @@ def available() -> bool:
 
 @torch.no_grad()
 def embedded(texts: Sequence[str]) -> Tensor:
-    """Vectors of the texts, [N, SIZE] in half precision, all of the same norm."""
+    """Vectors of the texts, [N, SIZE] in bfloat16, all of the same norm."""
     if not available():
         raise ConfigurationError(f"The model of sentence embeddings is not installed: {_HOW}.")
     tokenizer, network = _loaded()
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of a chunk have about the same length
-    found = torch.zeros(len(texts), SIZE, dtype=torch.float16)
+    found = torch.zeros(len(texts), SIZE, dtype=torch.bfloat16)
     device = next(network.parameters()).device
     for start in range(0, len(order), _CHUNK):
         rows = order[start : start + _CHUNK]
@@ -48,7 +48,7 @@ def embedded(texts: Sequence[str]) -> Tensor:
         is_token_BT = torch.tensor([token.attention_mask for token in tokens], device=device)
         states_BTD = network(input_ids=ids_BT, attention_mask=is_token_BT).last_hidden_state.float()
         mean_BD = (states_BTD * is_token_BT.unsqueeze(-1)).sum(1) / is_token_BT.sum(1, keepdim=True)
-        found[rows] = (NORM * torch.nn.functional.normalize(mean_BD, dim=1)).half().cpu()
+        found[rows] = (NORM * torch.nn.functional.normalize(mean_BD, dim=1)).bfloat16().cpu()
     return found
 
 
@@ -67,6 +67,6 @@ def _loaded() -> tuple[Any, Any]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(_LENGTH)
     tokenizer.enable_padding()
-    network = BertModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+    network: Any = BertModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, network.to(device, torch.bfloat16).eval()
