@@ -6,6 +6,7 @@ item is answered from the record of the run, or left to a person.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def _delta(record: RunRecord) -> str | None:
 def _algorithm(record: RunRecord) -> list[Item]:
     layer, training = "Algorithm", record.training
     assert training is not None
-    lines: dict[str, str] = {}
+    lines: dict[str, str] = defaultdict(lambda: "not applicable")
     for name, text in training.lines():
         lines[name] = f"{lines[name]}; {text}" if name in lines else text
     probed = {True: "yes, on the first batches", False: "no", None: "not recorded"}[training.probed]
