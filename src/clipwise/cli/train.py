@@ -46,6 +46,13 @@ def train(
     schema: Annotated[
         str | None, typer.Option(help="A schema file, which declares ranges and categories; see clipwise schema.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
+    ] = None,
+    balanced: Annotated[
+        bool | None, typer.Option("--balanced", help="Weight the classes of a table against their noised frequencies.")
+    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
     kind: Annotated[str | None, typer.Option(help="table, images, text or function; by default from TARGET.")] = None,
     data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None,
     epsilon: Annotated[
@@ -125,6 +132,9 @@ def train(
         "text": text,
         "labels": None if labels is None else tuple(part.strip() for part in labels.split(",")),
         "schema": schema,
+        "task": task,
+        "balanced": balanced or None,
+        "encoding": encoding,
         "data_kind": kind,
         "data_folder": data_folder,
         "epsilon": epsilon_of(epsilon),
