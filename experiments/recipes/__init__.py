@@ -1,0 +1,1 @@
+"""Experiments that chose the defaults of `clipwise train`."""
