@@ -19,6 +19,7 @@ from clipwise.cli.noise import noise
 from clipwise.cli.output import remark, say
 from clipwise.cli.predict import predict
 from clipwise.cli.report import report
+from clipwise.cli.schema import schema
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
 from clipwise.cli.train import train
@@ -66,10 +67,8 @@ def main(
     """
 
 
-COMMANDS = (
-    *(demo, train, predict, evaluate, export, report),
-    *(statement, epsilon, noise, tradeoff),
-    *(check, audit, tune),
-)
-for command in COMMANDS:
+for command in (
+    *(demo, train, predict, evaluate, export, report, schema),
+    *(statement, epsilon, noise, tradeoff, check, audit, tune),
+):
     app.command()(command)
