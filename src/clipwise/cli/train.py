@@ -18,7 +18,7 @@ from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.planning import Plan, plan_of
 from clipwise.recipes.run_folder import RunFolder, fresh_folder
-from clipwise.recipes.sources import public_test
+from clipwise.recipes.sources import public_test, require_public_test
 from clipwise.recipes.train import Run, begin, reopened
 from clipwise.recipes.train import train as train_run
 
@@ -162,6 +162,7 @@ def train(
     if not choices.path:
         raise ConfigurationError("TARGET is needed: a file, a folder, or module:function with the data to train on.")
     reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
+    require_public_test(choices)
     plan = plan_of(choices)
     display = Display(None if not choices.is_private else choices.epsilon, as_json=as_json, quiet=quiet)
     if dry_run:

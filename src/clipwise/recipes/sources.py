@@ -82,6 +82,13 @@ def _kind_of(path: Path, choices: Choices) -> str:
     return "images" if ImageSource.recognises(path) else "table"
 
 
+def require_public_test(choices: Choices) -> None:
+    """Raise early for public test rows that are not there."""
+    found = choices.public_test
+    if found is not None and found != EMBEDDED and not Path(found).exists():
+        raise ConfigurationError(f"--public-test {found} does not exist.")
+
+
 def public_test(choices: Choices, encoder: Encoder) -> Source | None:
     """The public test rows, if there are any."""
     if choices.public_test is None:
