@@ -43,12 +43,21 @@ $(FLOWER)/.installed: $(STAMP)
 	$(FLOWER)/bin/python -m pip install --disable-pip-version-check -q -c constraints-flower.txt flwr
 	touch $@
 
-test-integrations: $(STAMP) $(FLOWER)/.installed  ## frameworks, browser, notebooks, several processes
+# Tests of the report use the Chromium of the machine, or Debian's package where it is missing.
+CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+build/browser:
+	@mkdir -p build
+	@if [ -n "$(CHROMIUM)" ]; then touch $@; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends chromium && touch $@; \
+	else echo "The browser tests need Chromium: install the package chromium." >&2; fi
+
+test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, several processes
 	$(BIN)/python -m pytest -n auto -m integration
 	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
 
-# The versions found on this machine; the workflow in .github runs the others.
-PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell command -v python$(v)),python$(v)))
+# The versions that run on this machine; the workflow in .github runs the others.
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell python$(v) --version 2>/dev/null),python$(v)))
 test-matrix:  ## the test suite under every Python version that is installed
 	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=build/venv-$$python || exit 1; done
 

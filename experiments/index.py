@@ -38,6 +38,8 @@ SCRIPTS = {
     "noised-statistics": Command(
         "experiments.noised_statistics.table", "what noised running statistics are worth on MNIST"
     ),
+    "recipes/images": Command("experiments.recipes.images", "defaults of clipwise train for images"),
+    "recipes/texts": Command("experiments.recipes.texts", "defaults of clipwise train for texts"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Experiments that chose the defaults of `clipwise train`."""
+"""Experiments that choose and judge the defaults of `clipwise train`."""

@@ -212,6 +212,7 @@ def make_private(
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
+    held.require_planned(event, planned, epsilon, delta)
     given = (epsilon, delta, noise_multiplier, noise, planned, seed, type(optimizer))
     set_up.require_equal_arguments(ranks, strategy.describe(), event, parts, *given)
     if not ranks.is_first:

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from clipwise.errors import ConfigurationError
 from clipwise.sampling.augmentation import Views
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class Source(ABC):
 
     Attributes:
         kind: "table", "images", "text" or "function".
+        has_figures: whether figures of accuracy are possible.
         description: one line for the statement: the format and the columns by name, without values.
     """
 
     kind: ClassVar[str]
+    has_figures: ClassVar[bool] = True
     description: str
 
     @abstractmethod
@@ -74,6 +77,13 @@ class Source(ABC):
     @abstractmethod
     def needs_counts(self) -> bool:
         """Whether `prepare` must release noised counts, because something that it needs is not declared."""
+
+    @abstractmethod
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        """The settings for this many training rows and this budget, before anything is released.
+
+        `preset` is "fast" or "best". `epsilon` is infinity without privacy.
+        """
 
     @abstractmethod
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> Encoder:
@@ -105,9 +115,27 @@ class Encoder(ABC):
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
         """The settings for this many training rows and this budget. `preset` is "fast" or "best"."""
 
+    def for_model(self, name: str) -> Encoder:
+        """The encoding that suits a model: some take fixed features of a record."""
+        return self
+
     @abstractmethod
     def model(self, name: str) -> nn.Module:
         """A model with new weights."""
+
+    def for_model(self, name: str) -> Encoder:
+        """The encoding for this model, if it differs between models. It depends on nothing else."""
+        return self
+
+    def synthetic(self, rows: int) -> TensorDataset | None:
+        """Made-up rows with the shapes of `encode`, for estimates of time and memory; None if there are none."""
+        return None
+
+    def groups(self, source: Source, column: str, rows: np.ndarray | None) -> tuple[tuple[str, ...], np.ndarray]:
+        """The categories of a column, which are declared or released, and the index of that of each row."""
+        raise ConfigurationError(
+            f"--groups {column!r} is not possible: data of the kind {self.kind!r} have no columns."
+        )
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

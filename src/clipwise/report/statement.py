@@ -62,6 +62,16 @@ class Statement:
         """The configuration of the latest process."""
         return self.processes[-1] if self.processes else About()
 
+    @property
+    def _trained(self) -> list[About]:
+        """The processes that trained, without those that only prepared data or evaluated a model."""
+        return [process for process in self.processes if process.event is None]
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether any release is a step of a training."""
+        return not self.history or any(not entry.event.purpose for entry in self.history)
+
     def _combined(self, field: str, decisive: object) -> Any:
         """A field over all processes: `decisive` if any process has it, else None if any did not record it."""
         values = [getattr(process, field) for process in self.processes]
@@ -76,19 +86,19 @@ class Statement:
     @property
     def draws(self) -> str | None:
         """The weakest source of randomness of random layers: "seeded" by the user, the run's "key", or None (torch)."""
-        sources = {process.draws for process in self.processes}
+        sources = {process.draws for process in self._trained}
         return "seeded" if "seeded" in sources else "key" if sources == {"key"} else None
 
     @property
     def probed(self) -> bool | None:
         """Whether every process was probed for coupled losses; None if not recorded."""
-        found: bool | None = self._combined("probed", False)
-        return found
+        values = [process.probed for process in self._trained]
+        return False if False in values else None if None in values or not values else True
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
         """The tests of the loss that were planned in every process of the run; None if not recorded."""
-        planned = [process.planned_tests for process in self.processes]
+        planned = [process.planned_tests for process in self._trained]
         if () in planned:
             return ()
         if not planned or None in planned:
@@ -125,11 +135,17 @@ class Statement:
         several = "; a person with several records has weaker protection"
         owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
         text = self._text()
-        found = [
-            text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
+        found = (
+            []
+            if not self._is_training
+            else [
+                text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
+                wording.RANDOM_LAYERS[self.draws],
+            ]
+        )
+        found += [
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
-            wording.RANDOM_LAYERS[self.draws],
         ]
         found += text.assumptions
         if (kind := self.noise) is not None:
@@ -141,6 +157,8 @@ class Statement:
         found += wording.declared(self.declared)
         if self.is_shared:
             found.append(wording.FIXED_RUNS)
+        elif any(entry.event.purpose == "preparation" for entry in self.history):
+            found.append(wording.PLANNED)
         elif len(self._releases()) > 1:
             found.append("the number of steps of each kind was not chosen by looking at released values")
         return tuple(found)
@@ -188,6 +206,10 @@ class Statement:
         return result
 
     def __str__(self) -> str:
+        return "\n".join(["Privacy statement", *labelled(self.lines())])
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The statement in words: pairs (label, text)."""
         s, divisor = self.spent, self.about.divisor
         size = "" if self.dataset_size is None else f" (data set: {self.dataset_size} {s.unit}s)"
         figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy for every released model"
@@ -215,10 +237,12 @@ class Statement:
             *(("software", _listed(found)) for found in self._software()),
             ("read with", _listed(versions())),
         ]
+        if not self._is_training:
+            lines = [line for line in lines if line[0] not in ("weights", "sensitivity", "divisor", "public data")]
         if not self.exact:
             state = "the run is in progress, did not end cleanly, or had a failed step"
             lines.insert(1, ("state", f"{state}: every release that may have happened is counted"))
-        return "\n".join(["Privacy statement", *_labelled(lines)])
+        return lines
 
     def _tuning(self) -> str:
         runs = len({entry.run for entry in self.history})
@@ -229,6 +253,8 @@ class Statement:
         return recorded_strategy(recorded).statement_text(recorded, unit or self.spent.unit)
 
     def _released(self) -> str:
+        if not self._is_training:
+            return "; ".join(dict.fromkeys(wording.PURPOSE[entry.event.purpose] for entry in self.history))
         beside = self._text().released
         return f"{wording.RELEASED}; {beside}" if beside else wording.RELEASED
 
@@ -240,6 +266,8 @@ class Statement:
         return counts
 
     def _step(self, e: Event, count: int) -> str:
+        if e.purpose:
+            return wording.besides_training(e, count)
         what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}). "
@@ -383,7 +411,7 @@ def percent(share: float) -> str:
     return f"{rounded_up(100 * share)}%"
 
 
-def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
+def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with labels; consecutive equal labels are shown once."""
     labels = ["", *(name for name, _ in lines)]
     return [

@@ -17,7 +17,7 @@ from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.recipes.tables import defaults
 from clipwise.recipes.tables.encode import encoded, width
 from clipwise.recipes.tables.models import table_model
-from clipwise.recipes.tables.schema import Schema
+from clipwise.recipes.tables.schema import Category, Schema
 from clipwise.recipes.tables.values import is_missing, numbers
 from clipwise.sampling.augmentation import Views
 
@@ -84,6 +84,29 @@ class TableEncoder(Encoder):
         low, high = self.target.range
         known = torch.where(torch.isnan(target), output.detach(), target)
         return ((output - known) / ((high - low) / 2)).square()
+
+    def synthetic(self, rows: int) -> TensorDataset:
+        """Made-up rows with the shapes of `encode`."""
+        x_ND = torch.rand(rows, self.width)
+        if self.target.labels is not None:
+            return TensorDataset(x_ND, torch.arange(rows) % len(self.target.labels))
+        assert self.target.range is not None
+        return TensorDataset(x_ND, torch.linspace(*self.target.range, rows))
+
+    def groups(self, source: Source, column: str, rows: np.ndarray | None) -> tuple[tuple[str, ...], np.ndarray]:
+        """The categories of a column, which are declared or released; all other values are one more group."""
+        kind = self.schema.columns.get(column)
+        table = _table(source)
+        if not isinstance(kind, Category):
+            raise ConfigurationError(
+                f"--groups {column!r} is not possible: it is no column with known categories. Declare it in a schema "
+                'as kind = "category" with its values.'
+            )
+        cells = table.table.columns[column]
+        place_of = {value: place for place, value in enumerate(kind.values)}
+        code_of = np.array([place_of.get(cell.strip(), len(kind.values)) for cell in cells.cells], np.int64)
+        codes_N = cells.codes_N if rows is None else cells.codes_N[rows]
+        return (*kind.values, "other values"), code_of[codes_N]
 
     def views(self, count: int) -> Views | None:
         """Tables have no augmentation."""

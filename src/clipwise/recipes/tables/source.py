@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.counts import NoisedCounts, Released
-from clipwise.recipes.kind import Source
-from clipwise.recipes.tables import statistics
+from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
 from clipwise.recipes.tables.read import read_table
 from clipwise.recipes.tables.schema import Auto, Kind, Schema, Target
@@ -107,6 +107,10 @@ class TableSource(Source):
         """Whether a column, the labels or the range of the target, or the weights of the classes are not declared."""
         target = self.schema.target
         return bool(self._auto()) or target is None or not target.is_declared or self._needs_weights(target)
+
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        """Settings chosen by experiments/recipes."""
+        return defaults.settings(rows, epsilon, preset)
 
     def prepare(self, rows: NDArray[Any], counts: NoisedCounts | None) -> TableEncoder:
         """Fix the encoding. The rows are read only to count them; everything else follows from the noised counts."""

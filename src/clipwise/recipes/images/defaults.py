@@ -1,0 +1,39 @@
+"""Default settings for images. They are provisional; `python -m experiments recipes/images` searches for them."""
+
+from __future__ import annotations
+
+import torch
+
+from clipwise.recipes.kind import Settings
+from clipwise.validation.arguments import one_of
+
+SCATTERING, TANH_CNN, WIDE_RESNET = "scattering", "tanh-cnn", "wrn-16-4"
+MODELS = (SCATTERING, TANH_CNN, WIDE_RESNET)
+
+
+def image_settings(rows: int, epsilon: float, preset: str, channels: int, model: str | None = None) -> Settings:
+    """Settings by the number of training images, the budget, the preset and the model.
+
+    "best" trains longer. For colour images on a GPU it takes the wide residual network.
+    """
+    one_of("preset", preset, ("fast", "best"))
+    if model is None and preset == "best" and channels == 3 and torch.cuda.is_available():
+        model = WIDE_RESNET
+    if model == TANH_CNN:
+        return _tanh_cnn(rows)
+    if model == WIDE_RESNET:
+        return _wide_resnet(rows, epsilon)
+    return _scattering(rows, epsilon, preset)
+
+
+def _scattering(rows: int, epsilon: float, preset: str) -> Settings:
+    steps, rate = 300, 1 / 16
+    return Settings(SCATTERING, max(1, round(rows * rate)), steps * rate, 2.0, max_norm=1.0)
+
+
+def _tanh_cnn(rows: int) -> Settings:
+    return Settings(TANH_CNN, max(1, min(rows, 1024)), 15, 2.0, max_norm=0.1)
+
+
+def _wide_resnet(rows: int, epsilon: float) -> Settings:
+    return Settings(WIDE_RESNET, max(1, min(rows, 4096)), 30, 2.0, momentum=0.0, ema=0.999, views=16)
