@@ -63,10 +63,12 @@ class Source(ABC):
 
     Attributes:
         kind: "table", "images", "text" or "function".
+        has_figures: whether figures of accuracy are possible.
         description: one line for the statement: the format and the columns by name, without values.
     """
 
     kind: ClassVar[str]
+    has_figures: ClassVar[bool] = True
     description: str
 
     @abstractmethod
