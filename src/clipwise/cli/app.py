@@ -18,6 +18,8 @@ from clipwise.cli.export import export
 from clipwise.cli.noise import noise
 from clipwise.cli.output import remark, say
 from clipwise.cli.predict import predict
+from clipwise.cli.report import report
+from clipwise.cli.schema import schema
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
 from clipwise.cli.train import train
@@ -65,5 +67,8 @@ def main(
     """
 
 
-for command in (demo, train, predict, evaluate, export, epsilon, noise, tradeoff, statement, check, audit, tune):
+for command in (
+    *(demo, train, predict, evaluate, export, report, schema),
+    *(statement, epsilon, noise, tradeoff, check, audit, tune),
+):
     app.command()(command)

@@ -18,7 +18,7 @@ from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.planning import Plan, plan_of
 from clipwise.recipes.run_folder import RunFolder, fresh_folder
-from clipwise.recipes.sources import public_test
+from clipwise.recipes.sources import public_test, require_public_test
 from clipwise.recipes.train import Run, begin, reopened
 from clipwise.recipes.train import train as train_run
 
@@ -46,6 +46,13 @@ def train(
     schema: Annotated[
         str | None, typer.Option(help="A schema file, which declares ranges and categories; see clipwise schema.")
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
+    ] = None,
+    balanced: Annotated[
+        bool | None, typer.Option("--balanced", help="Weight the classes of a table against their noised frequencies.")
+    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
     kind: Annotated[str | None, typer.Option(help="table, images, text or function; by default from TARGET.")] = None,
     data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None,
     epsilon: Annotated[
@@ -125,6 +132,9 @@ def train(
         "text": text,
         "labels": None if labels is None else tuple(part.strip() for part in labels.split(",")),
         "schema": schema,
+        "task": task,
+        "balanced": balanced or None,
+        "encoding": encoding,
         "data_kind": kind,
         "data_folder": data_folder,
         "epsilon": epsilon_of(epsilon),
@@ -152,6 +162,7 @@ def train(
     if not choices.path:
         raise ConfigurationError("TARGET is needed: a file, a folder, or module:function with the data to train on.")
     reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
+    require_public_test(choices)
     plan = plan_of(choices)
     display = Display(None if not choices.is_private else choices.epsilon, as_json=as_json, quiet=quiet)
     if dry_run:
@@ -204,8 +215,8 @@ def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> 
     changed = [name for name, value in given.items() if value is not None and name != "device"]
     if changed:
         raise ConfigurationError(
-            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or begin "
-            "a new run."
+            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or "
+            "begin a new run."
         )
     device = {} if given["device"] is None else {"device": given["device"]}
     run = reopened(RunFolder.existing(path), **device)

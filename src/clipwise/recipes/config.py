@@ -20,7 +20,7 @@ from clipwise.recipes.kind import Settings
 PRESETS = ("fast", "best")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
-KINDS = ("table", "images", "text", "function")
+KINDS = ("table", "images", "text", "function", "digits")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Choices:
         text: the column with the text.
         labels: the values of the target; not released then.
         schema: a schema file, which declares ranges and categories.
+        task: "classification" or "regression", for a table; by default from noised counts.
+        encoding: of text in files; by default UTF-8.
+        balanced: weight the classes of a table against their frequencies.
         data_kind: "table", "images", "text" or "function"; by default from the path.
         data_folder: the folder of data sets that are given by name.
         epsilon: the budget; infinity for no privacy.
@@ -54,6 +57,9 @@ class Choices:
     text: str | None = None
     labels: tuple[str, ...] | None = None
     schema: str | None = None
+    task: str | None = None
+    encoding: str | None = None
+    balanced: bool = False
     data_kind: str | None = None
     data_folder: str | None = None
     epsilon: float | None = None
@@ -82,6 +88,7 @@ class Choices:
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kind", self.data_kind, KINDS)
+        _one_of("--task", self.task, ("classification", "regression"))
         if self.epsilon is not None and not self.epsilon > 0:
             raise ConfigurationError(f"--epsilon must be a positive number, or none, not {self.epsilon:g}.")
         if self.delta is not None and not 0 < self.delta < 1:
@@ -123,7 +130,7 @@ class Choices:
 
 
 # The keys of a configuration file, and the fields of `Choices` that they give.
-_DATA = ("path", "target", "text", "labels", "schema", "data_folder")
+_DATA = ("path", "target", "text", "labels", "schema", "task", "encoding", "balanced", "data_folder")
 _TRAINING = ("preset", *(f.name for f in fields(Settings) if f.name != "counts_share"))
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "run": {name: name for name in ("seed", "device")},

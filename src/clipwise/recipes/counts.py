@@ -32,12 +32,16 @@ import torch
 from numpy.typing import NDArray
 from scipy import special
 
+from clipwise.accounting.gaussian import largest_mu
 from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import gaussian
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Event, Sampling, Unit
 from clipwise.validation.arguments import number
 
+# The share of delta for `NoisedCounts.delta`. A tenth would lower thresholds by a quarter only. This small one also
+# fits, up to ten times, the share of delta that totals over several runs keep for rare events (accounting/filter.py).
+STRING_SHARE = 1e-4
 # Standard deviations are rounded up by more than their rounding error, and quantiles by more than that of `ndtri`.
 _SLACK = 1 + 1e-9
 
@@ -92,6 +96,10 @@ class NoisedCounts:
         excess = self._delta if strings else 0.0
         return Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, self._z, 1.0, excess=excess)
 
+    def std_of(self, names: Sequence[str], weights: Mapping[str, float] | None = None) -> dict[str, float]:
+        """The standard deviation of the noise of each name, if all of them are released together. It is public."""
+        return _stds(self._z, names, weights or {})
+
     def release(
         self,
         histograms: Mapping[str, tuple[np.ndarray, int]],
@@ -110,7 +118,7 @@ class NoisedCounts:
         self._require_possible(histograms, strings)
         counts = {name: _counts(name, *given) for name, given in histograms.items()}
         named = {name: sorted(Counter(v for v in given if v is not None).items()) for name, given in strings.items()}
-        std = _stds(self._z, [*histograms, *strings], weights or {})
+        std = self.std_of([*histograms, *strings], weights)
         thresholds = {name: threshold(std[name], self._delta / len(strings)) for name in strings}
         self._used = True
         self._charge(self.event(bool(strings)))
@@ -139,6 +147,15 @@ class NoisedCounts:
             raise ConfigurationError(
                 "strings need delta > 0, the probability with which a string of a single row may be shown."
             )
+
+
+def noise_multiplier_for(share: float, epsilon: float, delta: float) -> float:
+    """The noise multiplier of counts that take about this share of a budget.
+
+    The Gaussian mechanism that uses up the whole budget has mu = 1 / z, and mu^2 adds up: the counts get `share` of it.
+    The noise of all other releases must then be chosen so that the joint epsilon is within the budget.
+    """
+    return 1 / (math.sqrt(number("share", share, above=0, below=1)) * largest_mu(epsilon, delta))
 
 
 def threshold(std: float, delta: float) -> int:

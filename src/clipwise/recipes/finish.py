@@ -15,6 +15,7 @@ from clipwise.recipes.evaluate import Figure, Groups, exact_figures, groups_of, 
 from clipwise.recipes.kind import Encoder, Source
 from clipwise.recipes.planning import Plan
 from clipwise.recipes.run_folder import RunFolder
+from clipwise.report.model_card import write_model_card
 from clipwise.report.page import write_page
 from clipwise.report.run_statement import write_statement
 
@@ -77,6 +78,7 @@ def write_documents(folder: RunFolder, reference: Mapping[str, Any] | None = Non
     if reference is not None:
         folder.write_config({**folder.read_config(), "public_reference": reference})
     write_statement(folder.path)
+    write_model_card(folder.path)
     return write_page(folder.path)
 
 

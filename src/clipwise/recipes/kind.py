@@ -123,10 +123,6 @@ class Encoder(ABC):
     def model(self, name: str) -> nn.Module:
         """A model with new weights."""
 
-    def for_model(self, name: str) -> Encoder:
-        """The encoding for this model, if it differs between models. It depends on nothing else."""
-        return self
-
     def synthetic(self, rows: int) -> TensorDataset | None:
         """Made-up rows with the shapes of `encode`, for estimates of time and memory; None if there are none."""
         return None

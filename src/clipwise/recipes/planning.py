@@ -1,4 +1,4 @@
-"""What `clipwise train` fixes before the first release: the split of the rows, the settings, the noise and the steps."""
+"""What `clipwise train` fixes before the first release: the split of the rows, settings, noise and steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from clipwise.engine.plan import planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.recipes.config import Choices
-from clipwise.recipes.counts import NoisedCounts
+from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
 from clipwise.recipes.kind import Settings, Source
 from clipwise.recipes.sources import open_source
 from clipwise.sampling import make_scheme
 
-# The share of delta for showing a category that only one row has (counts.py).
-STRINGS = 0.1
 # The share of the budget for noised counts, if the kind of data names none.
 COUNTS_SHARE = 0.1
 
@@ -70,7 +68,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
         raise ConfigurationError(
             "--epsilon is needed: the privacy budget, such as 3, or none to train without privacy."
         )
-    training, held_out = split(len(source), choices.held_out_share)
+    training, held_out = split(len(source), choices.held_out_share if source.has_figures else Fraction(0))
     delta = default_delta(len(source)) if choices.delta is None else choices.delta
     if choices.is_private and delta >= 1 / len(training):
         raise ConfigurationError(
@@ -122,8 +120,8 @@ def counts_event(share: float, epsilon: float, delta: float) -> Event:
     Squares of mu = sensitivity / noise add up under composition. The counts get this share of the square of the largest
     mu that one Gaussian mechanism with the budget could have.
     """
-    z = 1 / (math.sqrt(share) * gaussian.largest_mu(epsilon, (1 - STRINGS) * delta))
-    event = NoisedCounts(z, lambda _: None, delta=STRINGS * delta).event(strings=True)
+    z = 1 / (math.sqrt(share) * gaussian.largest_mu(epsilon, delta))
+    event = NoisedCounts(z, lambda _: None, delta=STRING_SHARE * delta).event(strings=True)
     return replace(event, purpose="preparation")
 
 

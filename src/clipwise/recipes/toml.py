@@ -23,7 +23,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def read(path: Path) -> dict[str, Any]:
     """The content of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return found
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # also an encoding other than UTF-8

@@ -23,8 +23,9 @@ _CHANGED = {
 }
 
 PARALLEL = (
-    "Training rows and held-out rows are disjoint and are separated by row number, so one {unit} affects the releases of "
-    "one of the two ledgers only. The whole run therefore costs the larger of the two budgets (parallel composition)."
+    "Training rows and held-out rows are disjoint and are separated by row number, so one {unit} affects the releases "
+    "of one of the two ledgers only. The whole run therefore costs the larger of the two budgets (parallel "
+    "composition)."
 )
 ONE_LEDGER = (
     "All releases that used private rows are in one ledger, and the accountant composes all of them to one guarantee."
@@ -69,8 +70,8 @@ def guarantee(record: RunRecord) -> str:
     # e^epsilon overflows a float above this.
     factor = f"{rounded_up(math.exp(record.epsilon), 3)} (e^epsilon)" if record.epsilon < 700 else "e^epsilon"
     return (
-        f"If any one {unit} of the data set had been {_CHANGED[adjacency]}, the probability of every possible result of "
-        f"this run would have been the same up to a factor of {factor}, plus {small(record.delta)} (delta)."
+        f"If any one {unit} of the data set had been {_CHANGED[adjacency]}, the probability of every possible result "
+        f"of this run would have been the same up to a factor of {factor}, plus {small(record.delta)} (delta)."
     )
 
 
@@ -78,6 +79,16 @@ def formal(record: RunRecord) -> str:
     """The guarantee in the usual notation."""
     s = record.ledgers[0].spent
     return f"({figure(record.epsilon)}, {small(record.delta)})-differential privacy, {s.adjacency} of one {s.unit}"
+
+
+def state(record: RunRecord) -> str | None:
+    """A note on a run that did not end cleanly; None if it did."""
+    if all(found.exact for found in record.ledgers) and record.closed:
+        return None
+    return (
+        "The run is in progress, did not end cleanly, or had a failed step. All releases that may have happened are "
+        "counted. Whether the model is the result of these releases alone was not verified."
+    )
 
 
 def composition(record: RunRecord) -> str:
@@ -106,7 +117,7 @@ def odds(probability: float) -> str:
 
 
 def not_covered(record: RunRecord) -> list[str]:
-    """What the guarantee does not cover; the preparation of the data is covered where the run released it with noise."""
+    """What the guarantee does not cover. Preparation that the run released with noise is covered."""
     noise = record.training.noise if record.training else None
     lines = list(wording.not_covered(unit_of(record), noise))
     if record.preprocessing:
@@ -133,10 +144,10 @@ def is_share(line: Mapping[str, Any]) -> bool:
     return "accuracy" in str(line.get("name"))
 
 
-def rows_of(line: Mapping[str, Any]) -> str:
+def rows_of(record: RunRecord, line: Mapping[str, Any]) -> str:
     """Which rows a figure was computed on."""
     if line.get("rows") == HELD_OUT:
-        return "private held-out rows, with noise"
+        return "private held-out rows, with noise" if record.evaluation is not None else "held-out rows"
     return {"public-test": "public test data"}.get(str(line.get("rows")), str(line.get("rows")))
 
 
@@ -144,6 +155,11 @@ def name_of(line: Mapping[str, Any]) -> str:
     """The name of a released figure, with its group."""
     group = line.get("group")
     return str(line.get("name")) + (f", {group}" if group is not None else "")
+
+
+def result(record: RunRecord, line: Mapping[str, Any]) -> str:
+    """A released figure, in one line."""
+    return f"{name_of(line)} {value_of(line)} ({interval_of(line)}), on {rows_of(record, line)}"
 
 
 def _number(value: Any, line: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ class Risks:
 
     @cached_property
     def mu(self) -> float:
-        """The smallest mu for which the Gaussian curve G_mu, lowered by delta, is nowhere above the curve of the run."""
+        """The smallest mu for which the Gaussian curve G_mu, lowered by delta, is nowhere above that of the run."""
         return max(curve.mu(self.delta) for curve in self.curves)
 
 
@@ -140,6 +140,11 @@ class RunRecord:
             if line.get("kind") == "released"
         }
         return list(latest.values())
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run was closed, with verified weights."""
+        return self.training is not None and self.training.weights == wording.CLOSED
 
     @property
     def epsilon(self) -> float:
@@ -247,9 +252,10 @@ def _toml(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}.") from error
+    return content
 
 
 def _lines(path: Path) -> tuple[Mapping[str, Any], ...]:

@@ -83,6 +83,8 @@ def describe(record: RunRecord) -> str:
         lines = [("guarantee", words.formal(record)), ("in words", words.guarantee(record))]
     else:
         lines = [("guarantee", f"NONE. {record.no_guarantee}")]
+    if record.no_guarantee is None and (state := words.state(record)) is not None:
+        lines.append(("state", state))
     lines += _about_data(record)
     if record.training is not None:
         s = record.training.spent
@@ -96,9 +98,7 @@ def describe(record: RunRecord) -> str:
         lines.append(("composition", words.composition(record)))
     if record.no_guarantee is None:
         lines.append(("attacker", words.detection(record)))
-    for line in record.released:
-        figures = f"{words.name_of(line)} {words.value_of(line)} ({words.interval_of(line)}), on {words.rows_of(line)}"
-        lines.append(("result", figures))
+    lines += [("result", words.result(record, line)) for line in record.released]
     if record.no_guarantee is None:
         lines.append(("derived", words.POST_PROCESSING))
         lines += [("assumption", text) for text in assumptions(record)]

@@ -237,6 +237,8 @@ class Statement:
             *(("software", _listed(found)) for found in self._software()),
             ("read with", _listed(versions())),
         ]
+        if not self._is_training:
+            lines = [line for line in lines if line[0] not in ("weights", "sensitivity", "divisor", "public data")]
         if not self.exact:
             state = "the run is in progress, did not end cleanly, or had a failed step"
             lines.insert(1, ("state", f"{state}: every release that may have happened is counted"))

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, with a text alternative and a table of their data. Lines differ in style, not only in colour."""
+"""Charts as inline SVG, with a text alternative and a table of their data. Lines differ in dashes and colour."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ def interval(low: float, value: float, high: float, ends: tuple[float, float]) -
     """A small picture of an interval, beside the same figures in text."""
     start, end = ends
     width = (end - start) or 1.0
-    at = [2 + 116 * min(1.0, max(0.0, (v - start) / width)) for v in (low, value, high)]
+    at = [2 + 216 * min(1.0, max(0.0, (v - start) / width)) for v in (low, value, high)]
     return tag(
         "svg",
-        tag("line", x1=2, x2=118, y1=9, y2=9, cls="grid"),
+        tag("line", x1=2, x2=218, y1=9, y2=9, cls="grid"),
         tag("line", x1=f"{at[0]:.1f}", x2=f"{at[2]:.1f}", y1=9, y2=9, cls="whisker"),
-        tag("circle", cx=f"{at[1]:.1f}", cy=9, r=4.5, cls="on"),
-        viewBox="0 0 120 18",
+        tag("circle", cx=f"{at[1]:.1f}", cy=9, r=4, cls="on"),
+        viewBox="0 0 220 18",
         aria_hidden="true",
         cls="interval",
     )

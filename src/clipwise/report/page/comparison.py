@@ -8,7 +8,7 @@ from clipwise.report import plain_words as words
 from clipwise.report.page import charts
 from clipwise.report.page.document import Section, document
 from clipwise.report.page.guarantee import DRAWN, SHOWN, spent_over_steps, warning_box
-from clipwise.report.page.html import Content, Html, items, markup, table, tag
+from clipwise.report.page.html import Content, Html, inline, items, markup, table, tag
 from clipwise.report.record import RunRecord
 
 TITLE = "Comparison of runs"
@@ -30,11 +30,13 @@ def comparison(records: Sequence[RunRecord]) -> str:
         tag("p", f"{len(records)} runs. Each line is the cost of one run alone.", cls="lead"),
     ]
     several = (
-        "Runs on the same records compose: publishing several of these models, or choosing one of them by looking at its "
-        "results, costs more than each line. `clipwise epsilon --ledger A --ledger B` gives the joint cost."
+        "Runs on the same records compose: publishing several of these models, or choosing one of them by looking at "
+        "its results, costs more than each line. The joint cost is printed by `clipwise epsilon --ledger A --ledger B`."
     )
     sections = [
-        Section("guarantees", "Guarantees", markup(_guarantees(records), tag("p", several)) if records else None),
+        Section(
+            "guarantees", "Guarantees", markup(_guarantees(records), tag("p", inline(several))) if records else None
+        ),
         Section("accuracy", "Accuracy as released", _accuracy(records)),
         Section("curves", "How much an attacker learns", _curves(private)),
         Section("settings", "Settings", _settings(records)),
@@ -63,7 +65,7 @@ def _accuracy(records: Sequence[RunRecord]) -> Html | None:
             str(line.get("name")),
             tag("strong", words.value_of(line)),
             words.interval_of(line),
-            words.rows_of(line),
+            words.rows_of(record, line),
         ]
         for record, line in lines
     ]
@@ -82,8 +84,8 @@ def _curves(records: Sequence[RunRecord]) -> Html | None:
     curves = charts.figure(
         "tradeoff",
         "Trade-off curves",
-        "The rate of missed detections of the best attack over its rate of false alarms, for each run. The higher a curve, "
-        "the better the protection. The table below has the detection rates.",
+        "The rate of missed detections of the best attack over its rate of false alarms, for each run. The higher a "
+        "curve, the better the protection. The table below has the detection rates.",
         [*lines, charts.Line("guessing", (0.0, 1.0), (1.0, 0.0), charts.REFERENCE)],
         (charts.Axis("false alarms", 1.0), charts.Axis("missed detections", 1.0)),
         (["false alarms", *(f"{record.name}: detected, at most" for record in shown)], rows),

@@ -13,6 +13,11 @@ from clipwise.report.page.html import Content, Html, markup, tag
 # No script, no request of any kind; the style is in the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
+FOOTER = (
+    f"Written by clipwise {__version__}. All figures of a guarantee are computed from the ledger of the run. This page "
+    "is one file and makes no network requests."
+)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -36,11 +41,7 @@ def document(title: str, head: Iterable[Content], sections: Sequence[Section]) -
             map(_section, shown),
             id="report",
         ),
-        tag(
-            "footer",
-            f"Written by clipwise {__version__}. All figures are computed from the ledger of the run, and are upper bounds "
-            "where they say at most. This page is one file and makes no network requests.",
-        ),
+        tag("footer", tag("p", FOOTER)),
     )
     head_of_page = markup(
         tag("meta", charset="utf-8"),

@@ -8,8 +8,8 @@ from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.ledger import ledger, multi_run
 from clipwise.report import plain_words as words
 from clipwise.report.page import charts
-from clipwise.report.page.html import Content, Html, facts, items, markup, table, tag
-from clipwise.report.record import EVALUATION, LEDGER, RunRecord, Risks
+from clipwise.report.page.html import Content, Html, facts, inline, items, markup, table, tag
+from clipwise.report.record import EVALUATION, LEDGER, Risks, RunRecord
 from clipwise.report.series import chosen_steps, first_steps
 from clipwise.report.statement import Statement
 
@@ -34,10 +34,8 @@ def warning_box(*content: Content) -> Html:
 
 def state(record: RunRecord) -> Html | None:
     """A note on a run that did not end cleanly."""
-    if all(found.exact for found in record.ledgers):
-        return None
-    text = "The run is in progress, did not end cleanly, or had a failed step: every release that may have happened counts."
-    return tag("p", text, cls="warning", role="note")
+    text = words.state(record) if record.no_guarantee is None else None
+    return None if text is None else tag("p", text, cls="warning", role="note")
 
 
 def headline(record: RunRecord) -> Html | None:
@@ -50,8 +48,8 @@ def headline(record: RunRecord) -> Html | None:
         (
             "mu of Gaussian differential privacy",
             words.figure(record.risks.mu, 3),
-            f"A valid bound within delta: attacks are at most {words.small(record.delta)} better than against one "
-            "Gaussian release with this mu. 0 is perfect privacy, 1 is moderate, above 3 is weak.",
+            "An upper bound: up to delta, no attack is better than against one Gaussian release with this mu. 0 is "
+            "perfect privacy, 1 is moderate, above 3 is weak.",
         ),
         (
             f"of 100 {unit}s detected, at most",
@@ -73,12 +71,11 @@ def attacker(record: RunRecord) -> Html:
     """How much an attacker learns about one unit."""
     unit, risks = words.unit_of(record), record.risks
     before = (
-        f"The attacker knows all other {unit}s and sees everything that this run released, and wants to know whether one "
-        f"{unit} was in the data. An alarm is the answer yes. Each figure is a bound on every possible attack."
+        f"The attacker knows all other {unit}s and sees everything that this run released, and wants to know whether "
+        f"one {unit} was in the data. An alarm is the answer yes. An attack with 1% false alarms gives it for 1 of 100 "
+        f"{unit}s that were not in the data. Each figure is a bound on every possible attack."
     )
-    return markup(
-        tag("p", before), tag("div", _people(record), tag("div", _beliefs(unit, risks), _detected(risks)), cls="pair")
-    )
+    return markup(tag("p", before), tag("div", _people(record), tag("div", _beliefs(unit, risks)), cls="pair"))
 
 
 def _people(record: RunRecord) -> Html:
@@ -98,17 +95,18 @@ def _people(record: RunRecord) -> Html:
             cls="people",
         ),
         tag("p", "Both raise a false alarm in 1 of 100 cases.", cls="note"),
+        _detected(record.risks),
     )
 
 
 def _beliefs(unit: str, risks: Risks) -> Html:
     rows = []
     for prior in words.PRIORS:
-        after = [risks.posterior(prior, alarms) for alarms in (0.01, 0.001)]
-        cells = [markup(f"{words.percent(p)} ", tag("small", f"({words.odds(p)})")) for p in after]
-        rows.append([markup(f"{100 * prior:g}% ", tag("small", f"({words.odds(prior)})")), *cells])
-    head = ("belief before (odds)", "after an alarm, at most: 1% false alarms", "0.1% false alarms")
-    return table(f"What an attacker believes: that the {unit} was in the data", head, rows, numeric=True)
+        beliefs = [f"{100 * prior:g}%", *(words.percent(risks.posterior(prior, alarms)) for alarms in (0.01, 0.001))]
+        all_odds = [words.odds(p) for p in (prior, *(risks.posterior(prior, alarms) for alarms in (0.01, 0.001)))]
+        rows.append([markup(p, tag("small", f"odds {o}")) for p, o in zip(beliefs, all_odds, strict=True)])
+    head = ("before", "after an alarm, at most: attack with 1% false alarms", "attack with 0.1% false alarms")
+    return table(f"Belief that the {unit} was in the data", head, rows, numeric=True)
 
 
 def _detected(risks: Risks) -> Html:
@@ -210,8 +208,8 @@ def mechanism(record: RunRecord, assumptions: list[str]) -> Html:
     """How the guarantee was obtained: the technical lines of the statement."""
     pairs = []
     if record.training is not None:
-        pairs = [(name, text) for name, text in record.training.lines() if name in _TECHNICAL]
-    return markup(facts(pairs), tag("h3", "Assumptions"), items(assumptions))
+        pairs = [(name, inline(text)) for name, text in record.training.lines() if name in _TECHNICAL]
+    return markup(facts(pairs), tag("h3", "Assumptions"), items(map(inline, assumptions)))
 
 
 _TECHNICAL = (

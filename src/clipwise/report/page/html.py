@@ -16,7 +16,7 @@ class Html(str):
     __slots__ = ()
 
 
-Content: TypeAlias = "str | int | float | None | Iterable[Content]"
+Content: TypeAlias = "str | int | float | Iterable[Content] | None"
 
 
 def markup(*content: Content) -> Html:
@@ -37,7 +37,7 @@ def _pieces(content: Content) -> Iterable[str]:
 
 
 def tag(name: str, /, *content: Content, **attributes: str | int | float | bool | None) -> Html:
-    """An element. `cls` is the attribute class; "_" in a name is "-"; None and False are left out, True has no value."""
+    """An element. `cls` is the attribute class; "_" in a name is "-"; None and False are left out."""
     given = []
     for key, value in attributes.items():
         if value is None or value is False:
@@ -46,6 +46,11 @@ def tag(name: str, /, *content: Content, **attributes: str | int | float | bool 
         given.append(f" {key}" if value is True else f' {key}="{escape(str(value))}"')
     start = f"<{name}{''.join(given)}>"
     return Html(start) if name in VOID else Html(f"{start}{markup(*content)}</{name}>")
+
+
+def inline(text: str) -> Html:
+    """Text in which `...` is code."""
+    return markup([tag("code", piece) if n % 2 else piece for n, piece in enumerate(text.split("`"))])
 
 
 def table(
@@ -69,7 +74,7 @@ def table(
         tag(
             "table",
             tag("caption", caption, cls="hidden" if hidden_caption else None),
-            tag("thead", tag("tr", heading)) if any(head) else None,
+            tag("thead", tag("tr", heading)),
             tag("tbody", body),
         ),
         cls="scroll",

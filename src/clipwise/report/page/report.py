@@ -5,7 +5,7 @@ from __future__ import annotations
 from clipwise.report import plain_words as words
 from clipwise.report.page import guarantee, run
 from clipwise.report.page.document import Section, document
-from clipwise.report.page.html import markup, tag
+from clipwise.report.page.html import Html, markup, tag
 from clipwise.report.record import RunRecord
 from clipwise.report.run_statement import assumptions
 
@@ -40,7 +40,7 @@ def report(record: RunRecord) -> str:
     return document(f"{record.name}: privacy report", head, sections)
 
 
-def _budget(record: RunRecord) -> object:
+def _budget(record: RunRecord) -> Html:
     training = record.training
     chart = guarantee.budget_chart(record, training) if training is not None else None
     return markup(guarantee.ledgers(record), tag("div", chart, guarantee.tradeoff_chart(record), cls="pair"))

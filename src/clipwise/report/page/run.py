@@ -15,6 +15,8 @@ from clipwise.report.run_statement import model_of, software
 # The tables of config.toml that the page shows. [encoding] may be long, and [versions] has its own table.
 SHOWN = ("run", "data", "privacy", "training", "evaluation")
 LONGEST = 300
+INTERVAL = "The interval covers the added noise, if any, and the error of a finite sample."
+COVERED = f"{INTERVAL} Figures on private rows are noised releases, and their cost is part of the guarantee."
 
 
 def data_and_model(record: RunRecord) -> Html:
@@ -45,34 +47,29 @@ def accuracy(record: RunRecord) -> Html:
         )
     names = list(dict.fromkeys(str(line.get("name")) for line in record.released))
     return markup(
-        [_figures(name, [line for line in record.released if str(line.get("name")) == name]) for name in names],
-        tag(
-            "p",
-            "The interval covers the added noise and the error of a finite sample. Figures on private rows are noised "
-            "releases and are part of the guarantee. No figure without noise was computed from private rows.",
-            cls="note",
-        ),
+        [_figures(record, name) for name in names],
+        tag("p", COVERED if record.evaluation is not None else INTERVAL, cls="note"),
         _reference(record),
     )
 
 
-def _figures(name: str, lines: list[Mapping[str, Any]]) -> Html:
-    ends = _ends(name, lines)
+def _figures(record: RunRecord, name: str) -> Html:
+    lines = [line for line in record.released if str(line.get("name")) == name]
+    ends = _ends(lines)
     rows = [
         [
             "all" if line.get("group") is None else str(line["group"]),
             tag("strong", words.value_of(line)),
-            words.interval_of(line),
-            _picture(line, ends),
-            words.rows_of(line),
+            markup(words.interval_of(line), _picture(line, ends)),
+            words.rows_of(record, line),
         ]
         for line in lines
     ]
-    head = ("group", "value", "interval", tag("span", "picture of the interval", cls="hidden"), "measured on")
+    head = ("group", "value", "interval", "measured on")
     return table(name.capitalize(), head, rows)
 
 
-def _ends(name: str, lines: list[Mapping[str, Any]]) -> tuple[float, float]:
+def _ends(lines: list[Mapping[str, Any]]) -> tuple[float, float]:
     """The scale of the pictures: 0 to 100% for shares, else from 0 to the largest value."""
     if words.is_share(lines[0]):
         return 0.0, 1.0
@@ -89,12 +86,13 @@ def _picture(line: Mapping[str, Any], ends: tuple[float, float]) -> Html | None:
 
 
 def _reference(record: RunRecord) -> Html | None:
-    """The figures of a run without privacy on data that the user declared public."""
+    """The figure of a run without privacy on data that the user declared public."""
     reference = record.section("public_reference")
     if not reference:
         return None
-    pairs = [(key.replace("_", " "), str(value)) for key, value in reference.items()]
-    return markup(tag("h3", "Without privacy, on data declared public"), facts(pairs))
+    figures = f"{words.name_of(reference)} {words.value_of(reference)} ({words.interval_of(reference)})"
+    text = f"A run without privacy, {reference.get('run')}, has {figures}. Its data were declared public by the user."
+    return markup(tag("h3", "Without privacy"), tag("p", text))
 
 
 def configuration(record: RunRecord) -> Html:
@@ -108,7 +106,8 @@ def configuration(record: RunRecord) -> Html:
     if "encoding" in record.config:
         tables.append(tag("p", "The encoding of the inputs is in ", tag("code", "config.toml"), ".", cls="note"))
     found = [facts(sorted(each.items())) for each in software(record)]
-    return markup(tables, tag("h3", "Software"), found or tag("p", "Not recorded."))
+    settings = tag("details", tag("summary", "Show the configuration"), tables) if tables else None
+    return markup(tag("h3", "Software"), found or tag("p", "Not recorded."), settings)
 
 
 def audit(record: RunRecord) -> Html:
@@ -151,5 +150,5 @@ def _count(rows: int | None) -> str:
 
 
 def _value(value: object) -> str:
-    text = str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
