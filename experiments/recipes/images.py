@@ -28,7 +28,6 @@ from experiments.recipes.media import Results, part, run
 DIGITS = tuple(map(str, range(10)))
 VALIDATION_EVERY = 5
 BUDGETS = (1.0, 3.0, 8.0)
-SHAPE = (1 / 8, 200)  # sampling rate and steps
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,14 @@ class Point:
     rows: int
     as_if: int | None
     learning_rates: tuple[float, ...]
+    shape: tuple[float, int]  # sampling rate and steps
 
 
 POINTS = (
-    Point("kmnist", 1000, None, (1 / 32, 1 / 16, 1 / 8, 1 / 4)),
-    Point("kmnist", 8000, None, (1 / 16, 1 / 8, 1 / 4, 1 / 2)),
-    Point("kmnist", 8000, 60_000, (1 / 2, 1, 2, 4)),
-    Point("cifar10", 4000, 50_000, (1 / 2, 1, 2)),
+    Point("kmnist", 1000, None, (1 / 32, 1 / 16, 1 / 8, 1 / 4), (1 / 8, 200)),
+    Point("kmnist", 8000, None, (1 / 8, 1 / 4, 1 / 2), (1 / 8, 200)),
+    Point("kmnist", 8000, 60_000, (1 / 2, 1, 2, 4), (1 / 16, 300)),
+    Point("cifar10", 4000, 50_000, (1 / 2, 2), (1 / 16, 300)),
 )
 COMMAND = "python -m experiments recipes/images --data DIR"
 
@@ -56,14 +56,15 @@ def search(data: Path) -> None:
     for point in POINTS:
         encoder, train, validation = _public(point.data, data, point.rows)
         for settings, epsilon in _grid(point):
-            row = run(encoder, settings, train, validation, epsilon, as_if=point.as_if)
-            results.add({"data": point.data} | row)
+            facts = {"data": point.data, "as_if": point.as_if, "epsilon": epsilon}
+            if not results.has(settings, **facts):
+                results.add(facts | run(encoder, settings, train, validation, epsilon, as_if=point.as_if))
 
 
 def _grid(point: Point) -> Iterator[tuple[Settings, float]]:
     for epsilon in BUDGETS:
         for learning_rate in point.learning_rates:
-            rate, steps = SHAPE
+            rate, steps = point.shape
             yield Settings("scattering", round(point.rows * rate), steps * rate, learning_rate), epsilon
 
 
@@ -88,7 +89,8 @@ def judge(data: Path, names: Sequence[str], seeds: int) -> None:
         for epsilon in BUDGETS:
             settings = training.defaults(len(train), epsilon, "fast")
             for seed in range(seeds):
-                results.add({"data": name} | run(encoder, settings, train, test, epsilon, seed=seed))
+                if not results.has(settings, data=name, epsilon=epsilon, seed=seed):
+                    results.add({"data": name} | run(encoder, settings, train, test, epsilon, seed=seed))
 
 
 def baseline(data: Path, names: Sequence[str]) -> None:

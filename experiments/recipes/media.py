@@ -66,8 +66,8 @@ def run(
     ) as private:
         done = 0
         while done < steps:
-            for x, y in private.loader:
-                private.step(encoder.loss(network(x), y) if len(x) else None)
+            for *x, y in private.loader:
+                private.step(encoder.loss(network(*x), y) if len(y) else None)
                 done += 1
                 if done == steps:
                     break
@@ -89,8 +89,9 @@ def _optimizer(network: nn.Module, settings: Settings) -> torch.optim.Optimizer:
 def accuracy(network: nn.Module, test: TensorDataset) -> float:
     """The share of correctly classified records."""
     network.eval()
-    x, y = test.tensors
-    return float((torch.cat([network(some).argmax(1) for some in x.split(1000)]) == y).double().mean())
+    *x, y = test.tensors
+    pieces = zip(*(each.split(1000) for each in x), strict=True)
+    return float((torch.cat([network(*piece).argmax(1) for piece in pieces]) == y).double().mean())
 
 
 def part(data: TensorDataset, rows: Sequence[int] | slice) -> TensorDataset:
@@ -99,12 +100,24 @@ def part(data: TensorDataset, rows: Sequence[int] | slice) -> TensorDataset:
 
 
 class Results:
-    """Rows of an experiment, written to `results/NAME.json` and printed as each run ends."""
+    """Rows of an experiment, written to `results/NAME.json` and printed as each run ends.
+
+    An interrupted experiment continues: rows of the same command and environment are kept.
+    """
 
     def __init__(self, name: str, command: str) -> None:
         self._file = HERE / f"{name}.json"
         self.rows: list[Row] = []
         self._head = {"command": command, "delta": DELTA, "environment": environment(torch.device("cpu"))}
+        if self._file.is_file():
+            found = json.loads(self._file.read_text())
+            if {key: found[key] for key in self._head} == self._head:
+                self.rows = found["rows"]
+
+    def has(self, settings: Settings, **facts: Any) -> bool:
+        """Whether there is a row with these settings and facts."""
+        wanted = facts | {"settings": asdict(settings)}
+        return any(all(row.get(key) == value for key, value in wanted.items()) for row in self.rows)
 
     def add(self, row: Row) -> None:
         """Keep a row."""

@@ -33,7 +33,7 @@ COMMAND = "python -m experiments recipes/texts --data DIR"
 BUDGETS = (1.0, 3.0, 8.0)
 VALIDATION_EVERY = 5
 SHAPE = (1 / 8, 200)  # sampling rate and steps
-PLACES = (1024, 4096)  # of hashed words, tried at one budget
+PLACES = (2**14, 2**16)  # of hashed words, tried at one budget
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ SETS = {
     ),
     "imdb": Set("imdb_train", "imdb_test", ("text",), ("0", "1"), (2000, 1000)),
 }
-LEARNING_RATES = {None: (1 / 16, 1 / 8, 1 / 4, 1 / 2), 100_000: (1 / 2, 1, 2, 4)}
+LEARNING_RATES = {None: (1 / 16, 1 / 8, 1 / 4), 100_000: (1 / 2, 1, 2)}
 
 
 def encoder_of(name: str, model: str) -> TextEncoder:
@@ -84,7 +84,7 @@ def data_of(encoder: TextEncoder, name: str, is_training: bool, options: argpars
     if encoder.model_name == SENTENCES:
         x = load_file(options.cache / f"{name}.safetensors")["train" if is_training else "test"]
         return TensorDataset(x, labels[: len(x)])
-    return TensorDataset(encoder.features(texts), labels)
+    return TensorDataset(*encoder.features(texts), labels)
 
 
 def embed(options: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def embed(options: argparse.Namespace) -> None:
         encoder = encoder_of(name, SENTENCES)
         sizes = dict(zip(("train", "test"), SETS[name].embedded, strict=True))
         found = {
-            split: encoder.features(raw(name, split == "train", options.data)[0][:size])
+            split: encoder.features(raw(name, split == "train", options.data)[0][:size])[0]
             for split, size in sizes.items()
         }
         save_file(found, options.cache / f"{name}.safetensors")
@@ -116,12 +116,13 @@ def _search(encoder: TextEncoder, name: str, results: Results, options: argparse
         is_validation = np.arange(len(data)) % VALIDATION_EVERY == 0
         train, validation = (part(data, np.flatnonzero(rows).tolist()) for rows in (~is_validation, is_validation))
         for as_if, learning_rates in LEARNING_RATES.items():
-            for epsilon in BUDGETS if places == encoder_of(name, encoder.model_name).places else (3.0,):
+            for epsilon in (1.0, 3.0) if places == PLACES[0] and as_if is None else (3.0,):
                 for learning_rate in learning_rates:
                     rate, steps = SHAPE
                     settings = Settings(encoder.model_name, round(rate * len(train)), rate * steps, learning_rate)
-                    row = run(encoder, settings, train, validation, epsilon, as_if=as_if)
-                    results.add({"data": name, "places": places} | row)
+                    facts = {"data": name, "places": places, "as_if": as_if, "epsilon": epsilon}
+                    if not results.has(settings, **facts):
+                        results.add(facts | run(encoder, settings, train, validation, epsilon, as_if=as_if))
 
 
 def judge(options: argparse.Namespace) -> None:
@@ -134,7 +135,8 @@ def judge(options: argparse.Namespace) -> None:
             for epsilon in BUDGETS:
                 settings = text_settings(len(train), epsilon, "fast", model)
                 for seed in range(options.seeds):
-                    results.add({"data": name} | run(encoder, settings, train, test, epsilon, seed=seed))
+                    if not results.has(settings, data=name, epsilon=epsilon, seed=seed):
+                        results.add({"data": name} | run(encoder, settings, train, test, epsilon, seed=seed))
 
 
 def main(arguments: Sequence[str]) -> None:

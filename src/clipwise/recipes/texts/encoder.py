@@ -15,10 +15,10 @@ from torch.utils.data import TensorDataset
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import label_losses, targets
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
-from clipwise.recipes.linear import LinearOnFeatures
+from clipwise.recipes.linear import LinearOnFeatures, LinearOnHashedWords
 from clipwise.recipes.texts import sentences
 from clipwise.recipes.texts.defaults import HASHED_WORDS, PLACES, SENTENCES, text_settings
-from clipwise.recipes.texts.hashing import hashed
+from clipwise.recipes.texts.hashing import TOKENS, hashed
 from clipwise.sampling.augmentation import Views
 from clipwise.validation.arguments import one_of
 
@@ -76,14 +76,14 @@ class TextEncoder(Encoder):
         if values is None:
             raise ConfigurationError(f"{source.description}: the texts have no labels to learn or to compare with.")
         found = targets([values[row] for row in rows.tolist()], self.labels)
-        return TensorDataset(self.features(texts.texts(rows)), found)
+        return TensorDataset(*self.features(texts.texts(rows)), found)
 
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
-        return (self.features(self._texts(source).texts(np.arange(len(source)))),)
+        return self.features(self._texts(source).texts(np.arange(len(source))))
 
-    def features(self, texts: Sequence[str]) -> Tensor:
+    def features(self, texts: Sequence[str]) -> tuple[Tensor, ...]:
         """The inputs of these texts."""
-        return sentences.embedded(texts) if self.model_name == SENTENCES else hashed(texts, self.places)
+        return (sentences.embedded(texts),) if self.model_name == SENTENCES else hashed(texts, self.places)
 
     def _texts(self, source: Source) -> TextSource:
         from clipwise.recipes.texts.source import TextSource
@@ -101,11 +101,16 @@ class TextEncoder(Encoder):
             raise ConfigurationError(
                 f"model={name!r}: this encoding is for {self.model_name!r}: use for_model({name!r})."
             )
-        return LinearOnFeatures(sentences.SIZE if name == SENTENCES else self.places, len(self.labels))
+        if name == SENTENCES:
+            return LinearOnFeatures(sentences.SIZE, len(self.labels))
+        return LinearOnHashedWords(self.places, len(self.labels))
 
     def synthetic(self, rows: int) -> TensorDataset:
-        size = sentences.SIZE if self.model_name == SENTENCES else self.places
-        return TensorDataset(torch.randn(rows, size).bfloat16() * 10 / size**0.5, torch.arange(rows) % len(self.labels))
+        labels = torch.arange(rows) % len(self.labels)
+        if self.model_name == SENTENCES:
+            return TensorDataset(torch.randn(rows, sentences.SIZE).bfloat16(), labels)
+        ids = torch.randint(self.places, (rows, TOKENS), dtype=torch.int32)
+        return TensorDataset(ids, torch.randn(rows, TOKENS), labels)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return label_losses(output, target)

@@ -1,10 +1,10 @@
-"""Hashed words: a text as a vector of fixed length, by public functions alone. No vocabulary is learned.
+"""Hashed words: a text as a sparse vector of fixed length, by public functions alone. No vocabulary is learned.
 
 Words and pairs of neighbouring words are hashed into D places with a public key, with a sign from the hash, so that two
 words that share a place do not add up on average. A word that occurs n times counts sqrt(n). A short public list of
 frequent English words is left out of the single words. The words and the pairs of a text have a fixed norm.
 
-N: texts, D: places.
+N: texts, T: entries of a text, D: places.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NORM = 10.0  # of a text's vector
+NORM = 10.0  # of a text's vector, up to words that share a place
+TOKENS = 256  # words and pairs of a text
 _KEY = b"clipwise hashed words 1"
 _WORD_SHARE = 0.5  # of the squared norm; the rest is for pairs
 _HTML = re.compile(r"<[^<>]{1,40}>")
@@ -44,28 +45,35 @@ def words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", _HTML.sub(" ", text)).lower())
 
 
-def hashed(texts: Iterable[str], places: int) -> Tensor:
-    """Vectors of the texts, [N, D] in bfloat16. The vector of a text depends on it alone."""
+def hashed(texts: Iterable[str], places: int) -> tuple[Tensor, Tensor]:
+    """The places of the words and pairs of each text, int32 [N, T], and their weights, float32 [N, T].
+
+    T is `TOKENS` for all texts. Unused entries have the weight 0. The row of a text depends on it alone.
+    """
     seen: dict[str, int] = {}
-    rows = [torch.from_numpy(_vector(words(text), places, seen)).bfloat16() for text in texts]
-    return torch.stack(rows) if rows else torch.zeros(0, places, dtype=torch.bfloat16)
+    rows = [_row(words(text), places, seen) for text in texts]
+    ids_NT = np.stack([ids_T for ids_T, _ in rows]) if rows else np.zeros((0, TOKENS), np.int32)
+    weights_NT = np.stack([weights_T for _, weights_T in rows]) if rows else np.zeros((0, TOKENS), np.float32)
+    return torch.from_numpy(ids_NT), torch.from_numpy(weights_NT)
 
 
-def _vector(found: Sequence[str], places: int, seen: dict[str, int]) -> NDArray[np.float32]:
+def _row(found: Sequence[str], places: int, seen: dict[str, int]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Words first, then pairs, in the order of the text: what exceeds `TOKENS` is left out."""
     singles = Counter(word for word in found if word not in _FREQUENT)
     pairs = Counter(f"{first} {second}" for first, second in pairwise(found))
-    parts = ((singles, _WORD_SHARE), (pairs, 1 - _WORD_SHARE))
-    v_D = sum((share**0.5 * _unit(_sum(counts, places, seen)) for counts, share in parts), np.zeros(places))
-    return (NORM * v_D).astype(np.float32)
-
-
-def _sum(counts: Counter[str], places: int, seen: dict[str, int]) -> NDArray[np.float64]:
-    if not counts:
-        return np.zeros(places)
-    hashes = np.array([_hash(token, seen) for token in counts], np.uint64)
-    signs = 1.0 - 2.0 * (hashes >> np.uint64(63))
-    weights = signs * np.sqrt(np.fromiter(counts.values(), np.float64, len(counts)))
-    return np.bincount((hashes % np.uint64(places)).astype(np.int64), weights, places).astype(np.float64)
+    ids_T, weights_T = np.zeros(TOKENS, np.int32), np.zeros(TOKENS, np.float32)
+    start = 0
+    for counts, share in ((singles, _WORD_SHARE), (pairs, 1 - _WORD_SHARE)):
+        tokens = list(counts)[: TOKENS - start]
+        if tokens:
+            hashes = np.array([_hash(token, seen) for token in tokens], np.uint64)
+            sizes = np.sqrt(np.array([counts[token] for token in tokens], np.float64))
+            part = slice(start, start + len(tokens))
+            ids_T[part] = hashes % np.uint64(places)
+            signs = 1.0 - 2.0 * (hashes >> np.uint64(63)).astype(np.float64)
+            weights_T[part] = NORM * share**0.5 * signs * sizes / np.linalg.norm(sizes)
+            start += len(tokens)
+    return ids_T, weights_T
 
 
 def _hash(token: str, seen: dict[str, int]) -> int:
@@ -77,8 +85,3 @@ def _hash(token: str, seen: dict[str, int]) -> int:
         if " " not in token:
             seen[token] = value
     return value
-
-
-def _unit(v_D: NDArray[np.float64]) -> NDArray[np.float64]:
-    norm = np.linalg.norm(v_D)
-    return v_D / norm if norm > 0 else v_D
