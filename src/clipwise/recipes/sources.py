@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,16 @@ def _kind_of(path: Path, choices: Choices) -> str:
 
 
 def require_public_test(choices: Choices) -> None:
-    """Raise early for public test rows that are not there."""
+    """Raise for public test rows that are missing or have other columns, before anything is released."""
     found = choices.public_test
-    if found is not None and found != EMBEDDED and not Path(found).exists():
+    if found is None or found == EMBEDDED:
+        return
+    if not Path(found).exists():
         raise ConfigurationError(f"--public-test {found} does not exist.")
+    try:
+        open_source(replace(choices, path=found, data_folder=None))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--public-test {found}: {error}") from error
 
 
 def public_test(choices: Choices, encoder: Encoder) -> Source | None:
