@@ -43,7 +43,7 @@ def test_the_event_is_charged_before_any_noise_and_a_refused_one_releases_nothin
     log: list[object] = []
     given = NoisedCounts(3.0, log.append, delta=1e-6, key=Key.fresh())
     given.release({"a": (np.array([0]), 1)}, {"s": ["x"]})
-    assert log == [given.event(True), "noise", "noise"] and given.event(True).excess == 1e-6
+    assert log == [given.event(True), *["noise"] * 3] and given.event(True).excess == 1e-6
 
     def refuse(event: Event) -> None:
         raise BudgetExhausted("no")
@@ -107,6 +107,16 @@ def test_the_order_of_rows_does_not_matter_and_missing_strings_count_nowhere() -
     other = counts(0.5, 1e-3).release({}, {"s": rows[::-1]}).strings["s"]
     assert one == other and list(one) == ["a", "b", "c"]
     assert counts(0.5, 1e-3).release({}, {"s": [None, None]}).strings["s"] == {}
+
+
+def test_public_candidates_are_released_whether_rows_have_them_or_not() -> None:
+    rows = ["yes"] * 40 + ["no"] * 2 + ["other"] * 900 + ["rare"] * 3
+    given = counts(5.0, 1e-6).release({}, {"s": rows}, candidates={"s": ["no", "yes", "maybe"]})
+    assert list(given.candidates["s"]) == ["maybe", "no", "yes"] and list(given.strings["s"]) == ["other"]
+    assert abs(given.candidates["s"]["yes"] - 40) < 30 and abs(given.candidates["s"]["maybe"]) < 30
+    without = counts(5.0, 1e-6).release({}, {"s": []}, candidates={"s": ["no", "yes", "maybe"]})
+    noise = {text: value - rows.count(text) for text, value in given.candidates["s"].items()}
+    assert without.candidates["s"] == noise
 
 
 def test_without_noise_everything_is_released() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from clipwise.report.record import RunRecord
-from clipwise.report.run_statement import FORMAT, describe, run_statement, write_statement
+from clipwise.report.run_statement import FORMAT, describe, run_statement, software, write_statement
 from clipwise.report.statement import of_ledger
 from tests.cli.calls import write_ledger
 from tests.report.run_folders import LINES
@@ -44,6 +45,13 @@ def test_in_words(record: RunRecord) -> None:
         assert f"\n  {label:<12} " in text, label
     assert "40 training rows and 10 held-out rows" in text and "83.0% (79.0% to 87.0%, 95% confidence)" in text
     assert "row number only" in text and "\n  state" not in text
+
+
+def test_equal_software_is_named_once(record: RunRecord) -> None:
+    assert record.training is not None
+    (process,) = record.training.processes
+    training = replace(record.training, processes=(process, replace(process, key="other")))
+    assert len(software(replace(record, training=training))) == 1
 
 
 def test_an_open_run_is_not_verified(tmp_path: Path) -> None:

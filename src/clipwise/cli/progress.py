@@ -67,9 +67,8 @@ class Display:
         elif is_last or time.monotonic() - self._latest_line > _SECONDS_BETWEEN_LINES:
             self._latest_line = time.monotonic()
             values = {"step": moment.step, "steps": moment.steps, "epoch": round(moment.epoch, 3)}
-            left = moment.seconds / moment.step * (moment.steps - moment.step)
             text = f"step {moment.step} of {moment.steps}, {self._figures(moment)}"
-            text += "" if is_last else f", {duration(left)} left"
+            text += "" if is_last or moment.left is None else f", {duration(moment.left)} left"
             self.line(text, kind="progress", **values, epsilon=moment.epsilon, seconds=moment.seconds)
 
     def released(self, figure: Mapping[str, Any]) -> None:
@@ -84,8 +83,9 @@ class Display:
         text = f"epoch {moment.epoch:.1f} of {moment.epochs:g}"
         if self._budget is None:
             return text
-        spent = "" if moment.epsilon is None else f"{rounded_up(moment.epsilon, 3)} of "
-        return f"{text}, epsilon {spent}{self._budget:g}"
+        if moment.epsilon is None:  # not computed yet
+            return f"{text}, budget epsilon {self._budget:g}"
+        return f"{text}, epsilon {rounded_up(moment.epsilon, 3)} of {self._budget:g}"
 
 
 def duration(seconds: float) -> str:

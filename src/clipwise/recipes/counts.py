@@ -17,7 +17,8 @@ shown,
 If a row is the only one with a string, the noised count is at least T with probability at most delta / m: rounding adds
 at most 1/2 to 1 + N. So with probability at most delta the release shows a string that only one row has. Otherwise it
 is the Gaussian mechanism on the strings of the other rows. `Event.excess` has delta, and accountants add it
-(accounting/truncation.py has the proof). Strings are sorted, so the order of rows does not matter.
+(accounting/truncation.py has the proof). Strings are sorted, so the order of rows does not matter. Strings of a public
+list of candidates need no threshold: their noised counts are released whether rows have them or not.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ class Released:
         strings: for each name the strings that are shown, sorted, with their noised counts.
         std: for each name the standard deviation of the noise.
         thresholds: for each name of strings the least noised count that is shown.
+        candidates: for each name of strings the noised count of every public candidate.
     """
 
     histograms: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     strings: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     std: Mapping[str, float] = field(default_factory=dict)
     thresholds: Mapping[str, int] = field(default_factory=dict)
+    candidates: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class NoisedCounts:
@@ -105,6 +108,7 @@ class NoisedCounts:
         histograms: Mapping[str, tuple[np.ndarray, int]],
         strings: Mapping[str, Sequence[str | None]] | None = None,
         weights: Mapping[str, float] | None = None,
+        candidates: Mapping[str, Sequence[str]] | None = None,
     ) -> Released:
         """Charge and release all counts. Possible once, because a second release would use the same budget again.
 
@@ -113,11 +117,13 @@ class NoisedCounts:
             strings: for each name the string of every row (None: none), of unknown domain.
             weights: the share of the budget that a name gets, relative to 1 for the others. Like the names and the
                 numbers of bins, they must not depend on the rows.
+            candidates: for names of strings, a public list of strings whose counts are released in any case.
         """
         strings = strings or {}
         self._require_possible(histograms, strings)
         counts = {name: _counts(name, *given) for name, given in histograms.items()}
-        named = {name: sorted(Counter(v for v in given if v is not None).items()) for name, given in strings.items()}
+        public = {name: sorted(set((candidates or {}).get(name, ()))) for name in strings}
+        totals = {name: Counter(v for v in given if v is not None) for name, given in strings.items()}
         std = self.std_of([*histograms, *strings], weights)
         thresholds = {name: threshold(std[name], self._delta / len(strings)) for name in strings}
         self._used = True
@@ -125,14 +131,13 @@ class NoisedCounts:
 
         key = NoiseKey.fresh() if self._key is None else self._key
         noised = {name: _noised(count_K, std[name], key, f"counts/{name}") for name, count_K in counts.items()}
-        shown = {}
-        for name, found in named.items():
-            count_K = np.array([count for _, count in found], np.int64)
-            values = _noised(count_K, std[name], key, f"strings/{name}")
-            pairs = zip((text for text, _ in found), values.tolist(), strict=True)
-            shown[name] = {text: value for text, value in pairs if value >= thresholds[name]}
+        shown, known = {}, {}
+        for name, total in totals.items():
+            known[name] = _noised_strings(total, public[name], std[name], key, f"candidates/{name}")
+            others = _noised_strings(total, sorted(set(total) - set(public[name])), std[name], key, f"strings/{name}")
+            shown[name] = {text: value for text, value in others.items() if value >= thresholds[name]}
         key.advance()
-        return Released(noised, shown, std, thresholds)
+        return Released(noised, shown, std, thresholds, known)
 
     def _require_possible(self, histograms: Mapping[str, object], strings: Mapping[str, object]) -> None:
         if self._used:
@@ -178,6 +183,13 @@ def _counts(name: str, bins_N: np.ndarray, count: int) -> NDArray[np.int64]:
     if len(bins_N) and bins_N.max() >= count:
         raise ConfigurationError(f"histograms[{name!r}]: a bin is not below the number of bins.")
     return np.bincount(bins_N[bins_N >= 0], minlength=count).astype(np.int64)
+
+
+def _noised_strings(
+    total: Mapping[str, int], strings: Sequence[str], std: float, key: NoiseKey, label: str
+) -> dict[str, int]:
+    count_K = np.array([total.get(text, 0) for text in strings], np.int64)
+    return dict(zip(strings, _noised(count_K, std, key, label).tolist(), strict=True))
 
 
 def _noised(count_K: NDArray[np.int64], std: float, key: NoiseKey, label: str) -> NDArray[np.int64]:

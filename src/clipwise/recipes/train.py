@@ -49,7 +49,10 @@ PROGRESS_LINES = 20
 
 @dataclass(frozen=True)
 class Moment:
-    """Progress that may be shown: all of it is public. `epsilon` is the latest figure that was computed."""
+    """Progress that may be shown: all of it is public. `epsilon` is the latest figure that was computed.
+
+    `left` is the time left at the pace since the first step, which is slower than the others.
+    """
 
     step: int
     steps: int
@@ -57,6 +60,7 @@ class Moment:
     epochs: float
     epsilon: float | None
     seconds: float
+    left: float | None
 
 
 Watch = Callable[[Moment], None]
@@ -221,6 +225,7 @@ class _Reporter:
         self._run, self._watch = run, watch
         self._epsilon: float | None = None
         self._begun = time.monotonic()
+        self._first: tuple[int, float] | None = None  # the first step of this process, and when it ended
         self._per_epoch = max(1.0, run.plan.steps / run.settings.epochs)
         epochs = max(1, round(run.settings.epochs / PROGRESS_LINES))
         self._every = max(1, round(epochs * self._per_epoch))
@@ -244,7 +249,11 @@ class _Reporter:
                 accountant=accountant,
                 seconds=seconds,
             )
-        self._watch(Moment(step, steps, epoch, self._run.settings.epochs, self._epsilon, seconds))
+        if self._first is None:
+            self._first = step, time.monotonic()
+        done, pace = step - self._first[0], time.monotonic() - self._first[1]
+        left = pace / done * (steps - step) if done else None
+        self._watch(Moment(step, steps, epoch, self._run.settings.epochs, self._epsilon, seconds, left))
         return is_line
 
 

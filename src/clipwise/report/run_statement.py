@@ -117,8 +117,9 @@ def assumptions(record: RunRecord) -> list[str]:
 def software(record: RunRecord) -> list[Mapping[str, Any]]:
     """The versions of the software of the run: from its ledgers, or from its configuration."""
     found: list[Mapping[str, Any]] = []
-    for statement in record.ledgers:
-        found += [p.versions for p in statement.processes if p.versions and p.versions not in found]
+    for process in (p for statement in record.ledgers for p in statement.processes):
+        if process.versions and process.versions not in found:
+            found.append(process.versions)
     if not found and record.section("versions"):
         found.append(record.section("versions"))
     return found

@@ -48,7 +48,7 @@ class Fixed(NoisedCounts):
         super().__init__(3.0, lambda event: None, delta=1e-6)
         self._released = released
 
-    def release(self, histograms: Any, strings: Any = None, weights: Any = None) -> Released:
+    def release(self, *given: Any) -> Released:
         return self._released
 
 
@@ -58,8 +58,8 @@ class Kept(NoisedCounts):
     asked: tuple[Mapping[str, tuple[np.ndarray, int]], Mapping[str, Sequence[str | None]]]
     released: Released
 
-    def release(self, histograms: Any, strings: Any = None, weights: Any = None) -> Released:
-        self.asked, self.released = (histograms, strings), super().release(histograms, strings, weights)
+    def release(self, *given: Any) -> Released:
+        self.asked, self.released = (given[0], given[1]), super().release(*given)
         return self.released
 
 

@@ -89,7 +89,7 @@ def test_quantiles_rise_and_stay_on_the_grid(counts: list[int]) -> None:
 
 def test_the_range_of_a_target() -> None:
     values = [str(v) for v in np.random.default_rng(4).uniform(20, 90, 5000)]
-    low, high = range_of(noised(values, 10.0), 10.0, FINE) or (0, 0)
-    assert 10 < low <= 20 and 90 <= high < 140
-    assert range_of(noised(["0"] * 3000 + ["9"] * 3000, 10.0), 10.0, FINE) == (0.0, 10.0)
-    assert range_of(noised(["a"] * 3000, 10.0), 10.0, FINE) is None
+    found, distinct = range_of(noised(values, 10.0), 10.0, FINE)
+    assert found is not None and 10 < found[0] <= 20 and 90 <= found[1] < 140 and 5 <= distinct <= 8
+    assert range_of(noised(["0"] * 3000 + ["9"] * 3000, 10.0), 10.0, FINE) == ((0.0, 10.0), 2)
+    assert range_of(noised(["a"] * 3000, 10.0), 10.0, FINE) == (None, 0)

@@ -90,10 +90,8 @@ def test_a_run_without_guarantee_begins_with_a_warning(name: str, request: pytes
 
 
 def test_text_of_a_user_is_escaped(tmp_path: Path) -> None:
-    folder = run_folder(
-        tmp_path / "run", private=False, evaluated=False, name=HOSTILE, description=HOSTILE, group=HOSTILE
-    )
-    other = shutil.copytree(folder, tmp_path / "other")
+    options = {"private": False, "evaluated": False, "description": HOSTILE, "group": HOSTILE}
+    folder, other = (run_folder(tmp_path / n, name=HOSTILE + n, **options) for n in ("1", "2"))
     for file in (write_page(folder), write_comparison([folder, other], tmp_path / "both.html")):
         page = Page(file.read_text())
         assert not page.named("img") and not page.named("script") and len(page.named("style")) == 1
@@ -147,6 +145,12 @@ def test_a_comparison_names_every_run(run: Path, seeded: Path, not_private: Path
     assert rounded_up(record.epsilon) in page.text and "Runs on the same records compose" in page.text
     assert len(page.named("polyline")) == 3  # the one run with a guarantee, guessing, and epsilon over steps
     assert "steps 20 5 20" in page.text  # the settings that differ
+
+
+def test_runs_of_the_same_name_are_named_by_their_paths(run: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(run, tmp_path / "copy"))
+    page = Page(write_comparison([run, other], tmp_path / "all.html").read_text())
+    assert str(run) in page.text and str(other) in page.text
 
 
 # Contrast, by WCAG 2: at least 4.5 for text and 3 for lines.

@@ -22,8 +22,18 @@ from clipwise.recipes.tables.values import is_missing
 
 # The name of the target among the strings of the noised counts; columns have their own names as histograms.
 LABELS = "labels of the target"
+# Common names of labels. Their counts are released in any case, so they need no threshold that protects single rows,
+# only one that noise rarely reaches.
+COMMON_LABELS = (
+    *map(str, range(-1, 11)),
+    *(word for low in ("no", "yes", "n", "y", "false", "true") for word in (low, low.capitalize(), low.upper())),
+    *("negative", "positive", "neg", "pos", "bad", "good", "low", "medium", "high", "male", "female"),
+)
+SURE = 3.5  # standard deviations of the noise
 # With more labels than this, a target of numbers is taken for a regression.
 MOST_NUMERIC_LABELS = 10
+# Numbers in so few bins may be labels: unless these are released, the task must be given.
+MOST_FEW_BINS = 3
 # Labels must cover at least this share of the rows.
 LEAST_COVERED = 0.5
 # The target gets the budget of this share of the columns.
@@ -164,7 +174,7 @@ class TableSource(Source):
             histograms[LABELS] = (self._labels(indices)[rows], len(indices))
         elif plan.needs_strings:
             strings[LABELS] = self._strings(rows)
-        released = counts.release(histograms, strings, plan.weights)
+        released = counts.release(histograms, strings, plan.weights, dict.fromkeys(strings, COMMON_LABELS))
         kinds, about = {}, {}
         for name in self._auto():
             kinds[name], about[name] = statistics.kind_of(released.histograms[name], released.std[name], bins)
@@ -237,12 +247,17 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
         return target, () if of_labels is None else tuple(float(x) for x in of_labels), ""
     if target.range is not None:
         return target, (), ""
-    shown = released.strings.get(LABELS, {})
+    shown = dict(released.strings.get(LABELS, {}))
+    least = SURE * released.std.get(LABELS, 0.0)
+    shown |= {text: count for text, count in released.candidates.get(LABELS, {}).items() if count > least}
+    shown = dict(sorted(shown.items()))
     bounds = None
     if target.name in released.histograms:
-        bounds = statistics.range_of(released.histograms[target.name], released.std[target.name], bins)
+        bounds, distinct = statistics.range_of(released.histograms[target.name], released.std[target.name], bins)
+        if target.task is None and distinct <= MOST_FEW_BINS and sum(shown.values()) < LEAST_COVERED * rows:
+            bounds = None  # labels that the noise hides, or numbers close together: the user must say
     many = len(shown) > MOST_NUMERIC_LABELS or sum(shown.values()) < LEAST_COVERED * rows
-    if target.task == "regression" or (target.task is None and bounds is not None and (many or len(shown) < 2)):
+    if target.task == "regression" or (target.task is None and bounds is not None and many):
         if bounds is None:
             raise ConfigurationError(
                 f"The range of the target {target.name!r} is hidden by the noise, or it has no numbers: declare it in "
@@ -253,7 +268,7 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
     if len(shown) < 2:
         raise ConfigurationError(
             f"The labels of the target {target.name!r} cannot be released: fewer than two are frequent enough for the "
-            "noise. Give them with --labels, raise epsilon, or use --task regression for numbers."
+            "noise. Give them with --labels, raise epsilon, or use --task regression if it is a number."
         )
     line = (
         f"{len(shown)} labels by noised counts above {released.thresholds[LABELS]} (standard deviation "

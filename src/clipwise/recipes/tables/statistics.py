@@ -167,14 +167,14 @@ def quantiles(count_K: Floats, edges: Floats) -> tuple[float, ...]:
     return tuple(float(f"{x:.6g}") for x in found)
 
 
-def range_of(noised_K: NDArray[np.int64], std: float, bins: Bins) -> tuple[float, float] | None:
-    """The range of a target of numbers: the outer edges of the occupied bins; None if it has none."""
+def range_of(noised_K: NDArray[np.int64], std: float, bins: Bins) -> tuple[tuple[float, float] | None, int]:
+    """The range of a target of numbers, the outer edges of the occupied bins, or None; and how many are occupied."""
     first_number, first_year, _ = bins.starts
     used = np.flatnonzero(occupied(noised_K[first_number:first_year], std))
     if not len(used):
-        return None
+        return None, 0
     low, high = bins.edges[used[0]], bins.edges[used[-1] + 1]
     middle = len(bins.edges) // 2 - 1  # the bin around 0
     low = 0.0 if used[0] == middle and used[-1] > middle else low
     high = 0.0 if used[-1] == middle and used[0] < middle else high
-    return float(f"{low:.6g}"), float(f"{high:.6g}")
+    return (float(f"{low:.6g}"), float(f"{high:.6g}")), len(used)

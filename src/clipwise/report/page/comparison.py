@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from clipwise.report import plain_words as words
 from clipwise.report.page import charts
@@ -18,6 +19,7 @@ STYLES = [style for style in range(charts.MOST_LINES) if style != charts.REFEREN
 
 def comparison(records: Sequence[RunRecord]) -> str:
     """The page that compares runs."""
+    records = _with_distinct_names(records)
     private = [record for record in records if record.no_guarantee is None]
     without = [record for record in records if record.no_guarantee is not None]
     head: list[Content] = []
@@ -42,6 +44,12 @@ def comparison(records: Sequence[RunRecord]) -> str:
         Section("settings", "Settings", _settings(records)),
     ]
     return document(TITLE, head, sections)
+
+
+def _with_distinct_names(records: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs, named by their paths where two have the same name."""
+    names = [record.name for record in records]
+    return [replace(r, name=str(r.path)) if names.count(r.name) > 1 else r for r in records]
 
 
 def _guarantees(records: Sequence[RunRecord]) -> Html:

@@ -112,7 +112,7 @@ def _beliefs(unit: str, risks: Risks) -> Html:
 def _detected(risks: Risks) -> Html:
     rows = [(f"{100 * rate:g}%", words.percent(risks.power(rate), 4)) for rate in (0.001, 0.01, 0.1)]
     rows.append(("largest difference", words.percent(risks.advantage, 4)))
-    return table("How often the best attack is right", ("false alarms", "detected, at most"), rows, numeric=True)
+    return table("Detection by the best attack", ("false alarms", "detected, at most"), rows, numeric=True)
 
 
 def budget_chart(record: RunRecord, statement: Statement) -> Html | None:
@@ -121,12 +121,17 @@ def budget_chart(record: RunRecord, statement: Statement) -> Html | None:
     if not all(map(math.isfinite, epsilons)):
         return None
     last, delta = words.figure(statement.spent.epsilon), words.small(statement.spent.delta)
+    lines = [charts.Line("epsilon", steps, epsilons)]
+    if statement.budget is not None:
+        budget = statement.budget
+        lines.append(charts.Line("budget", (0, steps[-1]), (budget, budget), charts.REFERENCE))
+    top = 1.08 * max(epsilons[-1], statement.budget or 0.0)
     return charts.figure(
         "budget",
         "Epsilon over the steps of training",
         f"Epsilon at delta {delta} rises from 0 to {last} over {steps[-1]:,} releases. The table below has the values.",
-        [charts.Line("epsilon", steps, epsilons)],
-        (charts.Axis("releases", steps[-1], whole=True), charts.Axis("epsilon", 1.08 * epsilons[-1])),
+        lines,
+        (charts.Axis("releases", steps[-1], whole=True), charts.Axis("epsilon", top)),
         (("releases", "epsilon"), [(f"{n:,}", words.figure(e)) for n, e in zip(steps, epsilons, strict=True)]),
         note=f"By the accountant of the guarantee ({statement.spent.accountant}), at delta {delta}.",
     )
