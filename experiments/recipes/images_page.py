@@ -8,7 +8,7 @@ from experiments.recipes.media_page import how, judged, searched, stored, write_
 _SEARCH = """
 ## Search
 
-Scattering features and a linear model, on KMNIST (the 10,000 images of its test part) and the first 10,000 training images
+Scattering features and a linear model, on KMNIST (10,000 images, its test part) and the first 10,000 training images
 of CIFAR-10. Every fifth image is for validation. "as_if": the noise is scaled to that of so many images, so the search
 sees the noise of larger data sets; such a run is not private. One run each, delta 1e-5. The best of a row is bold.
 """
@@ -20,7 +20,7 @@ The defaults of the preset "fast", on the training parts, tested on the test par
 _BASELINE = """
 ## Settings of Opacus's MNIST example
 
-Its network and its settings (learning rate 0.1, clipping norm 1, batch size 64, 10 epochs), trained by clipwise with the
+Its network and settings (learning rate 0.1, clipping norm 1, batch size 64, 10 epochs), trained by clipwise with the
 noise that the same budgets need.
 """
 

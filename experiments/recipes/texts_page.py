@@ -9,15 +9,16 @@ from experiments.recipes.media_page import how, judged, searched, stored, write_
 _SEARCH = """
 ## Search
 
-A linear model of hashed words or of sentence embeddings, on four fifths of the training texts, validated on the others.
-"as_if": the noise is scaled to that of so many texts, so the search sees the noise of larger data sets; such a run is not
-private. One run each, delta 1e-5. The best of a row is bold.
+A linear model of hashed words or of sentence embeddings, on four fifths of the training texts, validated on the rest.
+"as_if": the noise is scaled to that of so many texts, so the search sees the noise of larger data sets; such a run is
+not private. One run each, delta 1e-5. The best of a row is bold.
 """
 _JUDGEMENT = """
 ## Judgement
 
-The defaults, on all training texts of these samples (for sentence embeddings: those that were embedded), tested on their
-test texts. In the search each set alone chooses nearly the same learning rates, so neither is judged by its own choice.
+The defaults, on all training texts of these samples (for sentence embeddings: those that were embedded), tested on
+their test texts. In the search each set alone chooses nearly the same learning rates and the same number of places, so
+neither is judged by its own choice.
 """
 
 

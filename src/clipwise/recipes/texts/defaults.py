@@ -6,7 +6,7 @@ from clipwise.recipes.kind import Settings
 from clipwise.validation.arguments import one_of
 
 HASHED_WORDS, SENTENCES = "hashed-words", "sentences"
-PLACES = 2**14  # of hashed words
+PLACES = 2**16  # of hashed words
 
 
 def text_settings(rows: int, epsilon: float, preset: str, model: str | None = None) -> Settings:
