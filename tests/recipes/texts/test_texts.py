@@ -116,9 +116,11 @@ def test_round_trip_and_one_loss_per_text(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_keep_texts_apart(name):
     encoder = TextEncoder(("a", "b")).for_model(name)
-    found = clipwise.check(
-        encoder.model(name), lambda model, *batch: encoder.loss(model(*batch[:-1]), batch[-1]), encoder.synthetic(4).tensors
-    )
+
+    def loss(model, *batch):
+        return encoder.loss(model(*batch[:-1]), batch[-1])
+
+    found = clipwise.check(encoder.model(name), loss, encoder.synthetic(4).tensors)
     assert found, str(found)
 
 
