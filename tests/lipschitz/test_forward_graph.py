@@ -70,7 +70,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "all pairs of sums": (lambda m, x: m.b(m.a(x) * (x.sum(1) - x.sum(1, keepdim=True)).mean(1)), "second"),
     "a product with weights": (lambda m, x: x @ m.a.weight, "use nn.Linear"),
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "use nn.Linear"),
-    "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
+    "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "another strategy"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
     "the number of examples": (lambda m, x: m.a(x + 1000.0 / x.shape[0]), "number of examples, which is secret"),
     "a slice of as many": (
@@ -238,19 +238,11 @@ def test_models_that_cannot_be_traced_are_refused_with_a_remedy() -> None:
         trace(nn.Sequential(ClipInput(1.0), nn.LazyLinear(2)), (3,))
 
 
-def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
-    run = nn.GRU(3, 3, batch_first=True)
-    run.bias_hh_l0 = run.bias_ih_l0
-    with pytest.raises(UnsupportedModelError, match=r"'1' \(GRU\).*tied within it"):
-        trace(nn.Sequential(ClipInput(1.0), run), (4, 3))
-
-
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
     "max": (nn.MaxPool2d(3, 1), (5, 5), "no channel dimension"),
     "average": (nn.AvgPool2d(3, 1), (5, 5), "no channel dimension"),
     "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no channel dimension"),
     "line": (nn.MaxPool1d(3, 1), (5,), "no channel dimension"),
-    "recurrent": (nn.GRU(5, 2, batch_first=True), (5,), r"\(length, width\)"),
 }
 
 

@@ -7,14 +7,7 @@ from clipwise.layers.batch_statistics import (
     with_released_statistics,
     without_running_statistics,
 )
-from clipwise.layers.bounded import (
-    BoundedGroupNorm,
-    BoundedLayerNorm,
-    ClipInput,
-    L2Attention,
-    L2Mixture,
-    TemperedSigmoid,
-)
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, TemperedSigmoid
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
 from clipwise.layers.public_batchnorm import PublicBatchNorm, PublicBatchNorm1d, PublicBatchNorm2d, PublicBatchNorm3d
 from clipwise.layers.public_statistics import PublicStatistics
@@ -27,8 +20,6 @@ __all__ = [
     "BoundedLayerNorm",
     "ClipInput",
     "ClippedLayer",
-    "L2Attention",
-    "L2Mixture",
     "PublicBatchNorm",
     "PublicBatchNorm1d",
     "PublicBatchNorm2d",

@@ -17,15 +17,14 @@ from torch.nn.modules import module as torch_modules
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, L2Mixture
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
 from clipwise.layers.clipped.layer import HOOKS, has_code_of_its_own
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.lipschitz import activations, pooling
 from clipwise.lipschitz.activations import affine_rule
-from clipwise.lipschitz.bounded_layers import MixtureRule, bounded_norm_rule, clip_input_rule
+from clipwise.lipschitz.bounded_layers import bounded_norm_rule, clip_input_rule
 from clipwise.lipschitz.convolution import ConvolutionRule
 from clipwise.lipschitz.linear import EmbeddingRule, LinearRule
-from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
 from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, move_rule, refusal
 from clipwise.lipschitz.tensor_operations import JoinRule, ProductRule, SumRule
 
@@ -40,6 +39,7 @@ _REFUSED: dict[type[nn.Module], str] = {
     nn.RMSNorm: "its slope grows as the input shrinks: use clipwise.layers.BoundedLayerNorm",
     PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: use "
     "clipwise.layers.BoundedGroupNorm",
+    nn.RNNBase: "its slope grows with every position: use another strategy",
     nn.LogSoftmax: "give the logits to the loss",
     ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: use clipwise.layers.BoundedGroupNorm",
     nn.modules.batchnorm._BatchNorm: "it mixes examples: use clipwise.layers.BoundedGroupNorm",
@@ -49,7 +49,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 def is_known(module: nn.Module) -> bool:
     """Whether a module is traced as a whole although it has a Python `forward`."""
-    ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, L2Mixture, PublicBatchNorm, BatchStatisticsNorm)
+    ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, PublicBatchNorm, BatchStatisticsNorm)
     return isinstance(module, ours)
 
 
@@ -99,7 +99,6 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
         ((nn.Linear,), LinearRule),
         ((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule),
         ((nn.Embedding,), EmbeddingRule),
-        (RECURRENT, RecurrentRule),
         (pooling.MAX, pooling.maximum_rule),
         (pooling.AVERAGE, pooling.average_rule),
         (pooling.ADAPTIVE_MAX, pooling.adaptive_maximum_rule),
@@ -107,7 +106,6 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
         ((nn.Flatten, nn.Unflatten), lambda call: move_rule(call.out)),
         ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _zero_padding),
         ((ClipInput,), clip_input_rule),
-        ((L2Mixture,), MixtureRule),
         ((BoundedGroupNorm, BoundedLayerNorm), bounded_norm_rule),
     )
     for kind in kinds
