@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from clipwise import layers
 from clipwise.layers.clipped import unclipped
-from clipwise.layers.clipped.convolution import Convolution
+from clipwise.layers.clipped.linear import Convolution
 from clipwise.layers.clipped.linear_map import Seen
 from clipwise.layers.clipped.scales import AIM, lengths
 from experiments import data, models

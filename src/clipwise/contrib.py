@@ -5,8 +5,8 @@ from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.clipping.public import PublicData
 
 __all__ = ["Adaptive", "ByNorm", "Multipliers", "NormDecay", "PublicData", "RandomLayer", "ReleasedNorms", "Sparse"]

@@ -21,8 +21,8 @@ from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.multipliers import Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.engine import checkpoint
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import plain, require_takes

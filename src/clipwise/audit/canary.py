@@ -13,9 +13,9 @@ from torch import Tensor
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.bounds import at_least, at_most, epsilon_of_errors, mu_of_accuracy
 from clipwise.audit.planted import Dirac, Planted, Record
+from clipwise.audit.recorder import MakeRun
 from clipwise.audit.records import with_record
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.watch import MakeRun
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry

@@ -8,8 +8,8 @@ import numpy as np
 
 from clipwise.audit.bounds import epsilon_in_one_run, mu_in_one_run, p_value_of_curve
 from clipwise.audit.planted import Dirac
+from clipwise.audit.recorder import MakeRun
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.watch import MakeRun
 from clipwise.noise.key import NoiseKey
 from clipwise.validation.arguments import number, whole
 

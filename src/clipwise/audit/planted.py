@@ -26,8 +26,7 @@ from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
 from clipwise.audit.bounds import log_ratio
-from clipwise.audit.recorder import entries
-from clipwise.audit.watch import MakeRun, RunWatch, train
+from clipwise.audit.recorder import MakeRun, RunWatch, entries, train
 from clipwise.engine.observer import Sums
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.key import NoiseKey

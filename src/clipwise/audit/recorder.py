@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.audit.watch import RunWatch
-from clipwise.engine.observer import Sums
+from clipwise.engine.observer import Observer, Sums, observing
+from clipwise.errors import AuditError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event, Part
 from clipwise.sampling.base import Indices
@@ -24,6 +24,33 @@ from clipwise.sampling.base import Indices
 if TYPE_CHECKING:
     from clipwise.engine.context import StepContext
     from clipwise.sampling.loader import Piece
+
+
+MakeRun = Callable[[Any], Any]  # trains on a data set
+
+
+class RunWatch(Observer):
+    """Observes a single run; `run` is that run, once it exists."""
+
+    run: StepContext | None = None
+
+    def follow(self, run: StepContext) -> None:
+        """For `begins`: remember the run, and refuse a second one."""
+        if self.run is not None:
+            raise AuditError("make_run made several private runs: audit one at a time.")
+        self.run = run
+
+
+def train(make_run: MakeRun, dataset: Any, watch: RunWatch, seed: int) -> StepContext:
+    """Train once under a watch, with torch's generator seeded, and return the run."""
+    with torch.random.fork_rng(devices=[]), observing(watch):
+        torch.manual_seed(seed)
+        make_run(dataset)
+    if watch.run is None:
+        raise AuditError(
+            "make_run made no private run: it must call clipwise.make_private on the data set it is given."
+        )
+    return watch.run
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from clipwise.clipping.base import (
     require_entries,
     require_records,
 )
-from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
 from clipwise.clipping.noise_split import require_split
+from clipwise.clipping.thresholds import Groups, Policy, described_groups, group_parameters
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.bounded import ClipInput

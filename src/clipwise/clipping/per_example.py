@@ -14,9 +14,8 @@ from torch import Tensor
 
 from clipwise.clipping.base import Clipper, Parameters, Site, Split, require_records
 from clipwise.clipping.contrib.sparse import Sparse, active_only
-from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
-from clipwise.clipping.thresholds import MaxNorm
+from clipwise.clipping.thresholds import Groups, MaxNorm, Policy
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping
 from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from clipwise.errors import UnsupportedModelError
+
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 
@@ -50,3 +52,29 @@ CUTS = {
 # The different ways to transpose a weight are equivalent.
 TRANSPOSE = "TBackward0"
 TURNS = frozenset({"PermuteBackward0", "TransposeBackward0"})
+
+
+COMPILED = "CompiledFunctionBackward"  # the node of a compiled region
+REENTRANT = "CheckpointFunctionBackward"  # of a checkpoint with use_reentrant=True
+REFUSALS = {
+    COMPILED: "A part of the model or of the loss was compiled with torch.compile. Its backward pass is one unit, in "
+    "which per-example gradients are not accessible. Train the model without torch.compile: "
+    "private.compiled(loss) captures the whole private step on CUDA. A compiled copy may be used for evaluation, and "
+    "Batch(max_norm=...) takes compiled models.",
+    REENTRANT: "Reentrant activation checkpointing hides the parameters inside it. Call "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead.",
+}
+_SAID_BY_TORCH = {COMPILED: "donated buffer", REENTRANT: "use_reentrant=True"}
+
+
+def require_not_rerun(*names: str) -> None:
+    """Raise for a part of the model that runs again in the backward pass: the graph does not show its contents."""
+    if REENTRANT in names:
+        raise UnsupportedModelError(REFUSALS[REENTRANT])
+
+
+def explain(error: RuntimeError) -> None:
+    """Raise clipwise's explanation of an error of torch about such a part."""
+    for part, text in _SAID_BY_TORCH.items():
+        if text in str(error):
+            raise UnsupportedModelError(REFUSALS[part]) from None

@@ -25,8 +25,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
-from clipwise.gradients.operations import ACCUMULATE, CASTS, CROSSES, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
+from clipwise.gradients.operations import (
+    ACCUMULATE,
+    CASTS,
+    COMPILED,
+    CROSSES,
+    CUTS,
+    PURE,
+    REFUSALS,
+    ROW_MOVERS,
+    TRANSPOSE,
+    TURNS,
+    require_not_rerun,
+)
 from clipwise.gradients.outline import Entry, Outline, Plan, UsePlan
 
 Node = Any  # torch exposes autograd nodes by duck type only

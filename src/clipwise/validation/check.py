@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping import Strategy, default_for
-from clipwise.clipping.local_update import copied
+from clipwise.clipping.batch import copied
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros

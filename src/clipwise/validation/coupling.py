@@ -25,10 +25,10 @@ from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.layout import LARGEST_WEIGHT, Probe, probe_weights, surviving
-from clipwise.gradients.opaque import require_not_rerun
+from clipwise.gradients.operations import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
-from clipwise.layers.batch_observations import observations
+from clipwise.layers.batch_statistics import observations
 from clipwise.layers.clipped import unclipped
 from clipwise.sampling.generators import private_generator
 from clipwise.validation.marked import Trace, plain

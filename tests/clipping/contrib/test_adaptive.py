@@ -16,8 +16,7 @@ from torch import nn
 from clipwise import PerExample
 from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.released import ReleasedNorms
-from clipwise.clipping.contrib.typical import floored, mean_norms
+from clipwise.clipping.contrib.typical import ReleasedNorms, floored, mean_norms
 from clipwise.clipping.public import PublicData
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Adjacency, effective_multiplier

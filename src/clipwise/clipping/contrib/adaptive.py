@@ -9,8 +9,7 @@ from typing import Any
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
-from clipwise.clipping.grouping import Groups
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.thresholds import Constants, Groups
 from clipwise.deprecation import renamed_fields
 from clipwise.validation.arguments import one_of
 

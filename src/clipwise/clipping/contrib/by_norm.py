@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
-from clipwise.clipping.grouping import Groups
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.thresholds import Constants, Groups
 from clipwise.deprecation import renamed_fields
 from clipwise.validation.arguments import whole
 

@@ -10,9 +10,8 @@ from typing import Any
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every
 from clipwise.clipping.contrib.norm_policy import NormPolicy, Source
-from clipwise.clipping.contrib.released import ReleasedNorms
-from clipwise.clipping.grouping import Groups
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.contrib.typical import ReleasedNorms
+from clipwise.clipping.thresholds import Constants, Groups
 from clipwise.deprecation import renamed_fields
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool

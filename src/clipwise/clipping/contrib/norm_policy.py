@@ -11,11 +11,9 @@ from torch import Tensor
 
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
-from clipwise.clipping.contrib.released import Estimated, ReleasedNorms
-from clipwise.clipping.contrib.typical import OF, Measured, Question, Typical
-from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
+from clipwise.clipping.contrib.typical import OF, Estimated, Measured, Question, ReleasedNorms, Typical
 from clipwise.clipping.public import PublicData, require_public
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import one_of, whole, with_plain_numbers
 

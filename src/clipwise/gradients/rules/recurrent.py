@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import Form, Outer, Written, at_least_float32
-from clipwise.gradients.layout import Layout
-from clipwise.gradients.owners import Ragged
+from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.rules.recurrence import Backward, Gradients, Layer, gru, lstm, rnn
 from clipwise.gradients.rules.registry import (
     FinishAll,
