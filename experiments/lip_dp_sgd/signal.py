@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, trace
-from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
+from clipwise.lipschitz.weights import noise_of
 from experiments import data, models
 from experiments.harness.command import parser_of
 from experiments.models import make_orthogonal_

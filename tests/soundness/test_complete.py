@@ -20,7 +20,7 @@ from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
-from clipwise.validation.forward_changes import BufferGuard
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach

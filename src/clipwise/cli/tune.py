@@ -10,8 +10,7 @@ import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
-from clipwise.cli.output import say, stdout
-from clipwise.cli.places import require_folder
+from clipwise.cli.output import require_folder, say, stdout
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.tuning import RECIPES

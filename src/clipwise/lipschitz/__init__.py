@@ -1,6 +1,6 @@
 """Certified bounds on per-example gradients from the norms of the weights. No per-example gradient is formed."""
 
-from clipwise.lipschitz.bounds import Bounds, bounds_of
+from clipwise.lipschitz.bounds import Bounds, Tightness, bounds_of, tightness
 from clipwise.lipschitz.losses import (
     BoundedLoss,
     CosineSimilarity,
@@ -10,9 +10,8 @@ from clipwise.lipschitz.losses import (
     SoftmaxCrossEntropy,
     clip_output_gradients,
 )
-from clipwise.lipschitz.output_graph_check import GraphMatch
-from clipwise.lipschitz.tightness import Tightness, tightness
 from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.traced_model_check import GraphMatch
 from clipwise.lipschitz.weights import clip_weights_, limits_of, on_limit
 
 __all__ = [

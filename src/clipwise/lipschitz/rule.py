@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.lipschitz.batched_norms import Wanted
+from clipwise.lipschitz.matrix_norms import Wanted
 
 # How the norms of the weights are computed, from fastest to tightest.
 Effort = Literal["spectral", "tight"]

@@ -16,9 +16,9 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
+from clipwise.lipschitz.linear import ParameterRule
 from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
-from clipwise.lipschitz.tensor_operations import ParameterRule
 from clipwise.validation.arguments import plain, require_module
 
 # The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.

@@ -10,8 +10,7 @@ from typing import Any
 
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.privacy import rounded_up
-from clipwise.tune.space import Choice, Dimension, Space, described, plain
-from clipwise.tune.subject import Point, Subject
+from clipwise.tune.subject import Choice, Dimension, Point, Space, Subject, described, plain
 
 FILE = "study.db"
 SPACE = "space"  # the attribute of a study that describes its space

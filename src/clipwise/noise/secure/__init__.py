@@ -21,7 +21,8 @@ Why that is private.
    on a sum of sensitivity S', with multiplier sigma / S' = z. Accounting does not change.
 3. R(N) is drawn *exactly* (`rounded.py`): N is the Box-Muller transform of two real uniforms with as many bits as
    needed. 64 bits and float64 nearly always suffice, with a proven margin; where N / g is within the margin of a half,
-   more bits and decimal arithmetic with more digits decide (`exact.py`). Every value is possible: the tail has no end.
+   more bits and decimal arithmetic with more digits decide (`rounded.py`). Every value is possible: the tail has no
+   end.
 4. The additions are those of whole numbers below 2^53 in float64, which are exact on every device.
 
 g is the largest power of two with g sqrt(d) <= 2^-16 S, so the noise grows by at most 0.0016 %. If that is below 2^-36
