@@ -11,10 +11,8 @@ from torch import nn
 
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.batch import Batch
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.per_example import PerExample

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from clipwise.errors import ConfigurationError
-from clipwise.tune import Choice, Range, report, study
+from clipwise.tune import Choice, Range, study
 from clipwise.tune.subject import Score, Subject, front, of_script
 
 optuna = pytest.importorskip("optuna")
@@ -66,7 +66,7 @@ def test_a_search_in_which_every_run_fails_reports_the_reason(tmp_path):
 
 def test_what_is_written(tmp_path):
     found = study.search(toy(), 6, tmp_path, quiet)
-    files = report.write("toy", found, tmp_path)
+    files = study.write("toy", found, tmp_path)
     stored = json.loads((tmp_path / "results.json").read_text())
     assert len(stored["trials"]) == 6 and set(stored["front"]) <= set(range(6))
     page = (tmp_path / "front.md").read_text()
@@ -129,7 +129,7 @@ def test_studies_that_share_a_folder_keep_their_results(tmp_path):
     found = study.search(toy(), 2, tmp_path, quiet)
 
     def folder_of(name):
-        (folder,) = {file.parent for file in report.write(name, found, tmp_path)}
+        (folder,) = {file.parent for file in study.write(name, found, tmp_path)}
         assert json.loads((folder / "results.json").read_text())["study"] == name
         assert name in (folder / "front.md").read_text()
         return folder.relative_to(tmp_path).as_posix()
@@ -144,7 +144,7 @@ def test_files_of_others_stay_as_they_are(tmp_path):
     found = study.search(toy(), 2, tmp_path, quiet)
     (tmp_path / "results.json").write_text("[]")
     (tmp_path / "toy").write_text("a file of this name")
-    files = report.write("toy", found, tmp_path)
+    files = study.write("toy", found, tmp_path)
     assert {file.parent for file in files} == {tmp_path / "toy-2"}
     assert (tmp_path / "results.json").read_text() == "[]"
 

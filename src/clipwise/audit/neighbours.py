@@ -17,8 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 from clipwise.audit.recorder import MakeRun, Recorder, Release, entries, state_of, train
-from clipwise.audit.records import CHANGES, Change, with_record
 from clipwise.audit.report import Finding, NeighboursReport
+from clipwise.audit.trial import CHANGES, Change, with_record
 from clipwise.engine import resume
 from clipwise.errors import ConfigurationError
 from clipwise.noise.key import NoiseKey

@@ -14,7 +14,7 @@ from clipwise.cli.output import require_folder, say, stdout
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.tuning import RECIPES
-from clipwise.tune import Recipe, Subject, report, selection, study
+from clipwise.tune import Recipe, Subject, selection, study
 from clipwise.tune.subject import of_script
 
 
@@ -109,14 +109,14 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     folder = out or Path("runs/tune")
     require_folder(folder)
     found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
-    head, *rows = report.table(found)
+    head, *rows = study.table(found)
     table = Table(*head, title="Runs that no other beats", title_justify="left")
     for row in rows:
         table.add_row(*row)
     stdout().print(table)
-    for file in report.write(subject.name, found, folder):
+    for file in study.write(subject.name, found, folder):
         say(f"wrote {file}")
-    for sentence in report.cost_in_words(found):
+    for sentence in study.cost_in_words(found):
         say(sentence)
 
 

@@ -7,7 +7,7 @@ back separately.
 
 All uses of a parameter are joined before any norm is taken. |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a
 module called twice needs the cross terms. Products (or rows) are joined by concatenating their positions, a product and
-rows of one table by their cross term (forms/tied.py). All other uses are written out per example and added.
+rows of one table by their cross term (forms/rows.py). All other uses are written out per example and added.
 """
 
 from __future__ import annotations
