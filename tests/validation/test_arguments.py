@@ -132,7 +132,6 @@ def test_functions_with_a_wrong_signature_are_refused() -> None:
     "call",
     [
         lambda given: layers.clip_inputs(given, input_norm=1.0),
-        lambda given: layers.norms_from_public(given, losses, (ROWS, torch.zeros(6).long())),
         lambda given: layers.set_clips(given, grad_norm=1.0),
         lambda given: layers.replace_batchnorm(given, ROWS),
         layers.without_running_statistics,
@@ -177,21 +176,6 @@ def test_uses_must_be_a_mapping(uses: Any) -> None:
         layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
 
 
-@pytest.mark.parametrize(
-    ("loss", "batch", "message"),
-    [
-        (losses, None, "batch must be a tuple"),
-        (losses, ROWS, "batch must be a tuple"),
-        (3, (ROWS,), "loss must be a function"),
-        (losses, (ROWS,), "loss is called as"),
-        (lambda m, x: m(x).sum(), (ROWS,), "loss must return one loss per example"),
-    ],
-)
-def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        layers.norms_from_public(nn.Linear(4, 3), loss, batch)
-
-
 def test_a_local_update_takes_a_model_and_a_microbatch() -> None:
     for update in ("train", len, lambda model: None):
         with pytest.raises(ConfigurationError, match=r"local_update.*\(model, microbatch\)"):
@@ -209,10 +193,10 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
-        (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
-        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number that is at least 0"),
-        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
+        (lambda: layers.PublicBatchNorm(0), "num_features must be a whole number"),
+        (lambda: layers.PublicBatchNorm(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
+        (lambda: layers.PublicBatchNorm(4, eps=-1.0), "eps must be a finite number that is at least 0"),
+        (lambda: layers.PublicBatchNorm(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
         (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number that is at least 0"),  # type: ignore[arg-type]
         (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
         (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]

@@ -11,26 +11,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from clipwise.errors import ConfigurationError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.layers.exchange_modules import exchange_modules
-from clipwise.layers.public_batchnorm import (
-    PUBLIC_KINDS,
-    PublicBatchNorm,
-    PublicBatchNorm1d,
-    PublicBatchNorm2d,
-    PublicBatchNorm3d,
-)
+from clipwise.layers.public_batchnorm import PUBLIC_KINDS, PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics, as_rows, placed
 from clipwise.sampling.batch_structure import evaluating
 from clipwise.validation.arguments import naming, one_of, require_module, whole
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
-_PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
-    nn.BatchNorm1d: PublicBatchNorm1d,
-    nn.BatchNorm2d: PublicBatchNorm2d,
-    nn.BatchNorm3d: PublicBatchNorm3d,
-    nn.SyncBatchNorm: PublicBatchNorm,
-    BatchStatisticsNorm: PublicBatchNorm,  # inputs of any number of dimensions
-    ReleasedStatisticsNorm: PublicBatchNorm,
-}
+_REPLACED = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    BatchStatisticsNorm,
+    ReleasedStatisticsNorm,
+)
 _MOST_GROUPS = 32
 # The smallest group: normalizing two values would leave only a sign. For BatchNorm1d there may be one position per
 # channel; for other layers positions are counted if public rows are given.
@@ -76,9 +70,9 @@ def replace_batchnorm(
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
     for name, old in found.items():
-        if type(old) not in _PUBLIC:
+        if type(old) not in _REPLACED:
             is_lazy = isinstance(old, nn.modules.lazy.LazyModuleMixin)
-            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
+            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm."
             problem = "is not initialized yet: run the model once." if is_lazy else more
             raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, which {problem}")
     new = _new_layers(model, public, kind, groups, found)
@@ -118,7 +112,7 @@ def _new_layers(
 
 
 def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
-    new = _PUBLIC[type(old)](old.num_features, old.eps, old.affine, kind=kind)
+    new = PublicBatchNorm(old.num_features, old.eps, old.affine, kind=kind)
     if keeps_statistics:
         new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
         new.freeze()

@@ -82,7 +82,6 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
         _structure(subject, strategy, report)
         if not strategy.is_coupled:
             _coupling(subject, report)
-            _random_numbers(subject, report)
     except CoupledExamplesError as refusal:
         report.problems.append(f"{refusal}{_where(subject)}")
     except ClipwiseError as refusal:
@@ -151,21 +150,6 @@ def _coupling(subject: _Subject, report: Report) -> None:
 
 
 @torch.no_grad()
-def _random_numbers(subject: _Subject, report: Report) -> None:
-    """Add a note if all examples share their random numbers: copies of one example then have equal losses."""
-    alike = subject.rows([0] * subject.size)
-    one, other = subject.run(alike), subject.run(alike, seed=1)
-    if not _moved(one, other) or _moved(one, one[:1].expand_as(one)):
-        return
-    where = first_random(subject.model, partial(subject.run, alike), partial(subject.run, alike, seed=1))
-    report.notes.append(
-        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}, for instance "
-        "one dropout mask for the whole batch. These numbers depend on no example, so the guarantee holds. One mask "
-        "per example trains better."
-    )
-
-
-@torch.no_grad()
 def _where(subject: _Subject) -> str:
     """Return a sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
     batch, size = subject.batch, subject.size
@@ -199,7 +183,6 @@ def _size(batch: object) -> int:
 
 
 Pass = Callable[[], object]  # runs model and loss on a batch
-Differ = Callable[[list[Tensor], list[Tensor]], bool]
 
 
 @dataclass(frozen=True)
@@ -226,20 +209,6 @@ def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: 
     def are_mixed(one: list[Tensor], other: list[Tensor]) -> bool:
         return any(_is_mixed(a, b, place, size) for a, b in zip(one, other, strict=False))
 
-    return _first(model, before, after, are_mixed)
-
-
-def first_random(model: nn.Module, before: Pass, after: Pass) -> str | None:
-    """Return the first layer with equal inputs and different outputs in two passes with different random numbers."""
-
-    def are_other(one: list[Tensor], other: list[Tensor]) -> bool:
-        return not all(torch.equal(a, b) for a, b in zip(one, other, strict=False))
-
-    return _first(model, before, after, are_other)
-
-
-def _first(model: nn.Module, before: Pass, after: Pass, differ: Differ) -> str | None:
-    """Return the first layer with inputs that do not differ between two passes and outputs that do."""
     with recorded(model) as calls:
         before()
     with recorded(model) as again:
@@ -247,7 +216,7 @@ def _first(model: nn.Module, before: Pass, after: Pass, differ: Differ) -> str |
     for one, other in zip(calls, again, strict=False):
         if one.name != other.name:
             return None  # the layers that run depend on the batch: nothing can be compared
-        if not differ(one.inputs, other.inputs) and differ(one.outputs, other.outputs):
+        if not are_mixed(one.inputs, other.inputs) and are_mixed(one.outputs, other.outputs):
             return one.label
     return None
 

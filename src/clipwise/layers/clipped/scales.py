@@ -22,7 +22,6 @@ from clipwise.validation.arguments import number
 
 MODES = ("clip", "normalize")
 BOUNDS = ("upstream", "gradient")
-WEIGHTS, VECTORS = "weights", "vectors"  # kinds of norms: matrix or table; bias, scale or shift
 
 # Fraction of a bound. Sums over positions have a smaller error: they run in blocks, with u = 2^-24 per term.
 AIM = 1 - 2.0**-10
@@ -91,14 +90,13 @@ def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
     return scale_B.masked_fill(~(norm_B <= AIM * input_norm / _SMALLEST_INPUT), 0.0)  # True for NaN
 
 
-def upstream_scales(norm_B: Tensor, bound: float | None, most: float, of: str = WEIGHTS) -> Tensor:
+def upstream_scales(norm_B: Tensor, bound: float | None, most: float) -> Tensor:
     """nu = min(most, C / n), so that n nu <= C. A norm of 0 stays 0.
 
     Without a bound nothing is clipped: 1 if the norm is finite, else 0.
     """
     if bound is None:
         return torch.isfinite(norm_B).double()
-    switch.compared(of, norm_B, bound)
     nu_B = (AIM * bound / norm_B).clamp(max=most)
     nu_B = nu_B.masked_fill(norm_B <= _LEAST, 1.0)
     return nu_B.masked_fill(~(norm_B <= AIM * bound / _SMALLEST), 0.0)
@@ -112,9 +110,9 @@ def kernel_scales(norms: Norms, bound: float | None, most: float) -> Tensor:
 
 
 def fits(t: Tensor) -> bool:
-    """Whether kernels support this tensor: on a GPU, not float64. They do not report comparisons with bounds."""
+    """Whether kernels support this tensor: on a GPU, not float64."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes and not switch.is_measured()
+    return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes
 
 
 def surely_none(flags_B: Tensor) -> bool:
@@ -157,7 +155,7 @@ def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tens
     norm_B = lengths(rows_Bn)
     if mass_Bn is not None and bound is not None:
         norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
-    nu_B = upstream_scales(norm_B, bound, c.most, VECTORS)
+    nu_B = upstream_scales(norm_B, bound, c.most)
     return scaled(rows_Bn, nu_B).sum(0)
 
 
