@@ -156,7 +156,7 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
         (nn.Bilinear(4, 4, 2), "'1' .Bilinear.*no bound"),
         (nn.TransformerEncoderLayer(4, 2), "another strategy"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
-        (nn.Softmax(0), "dimension 0"),
+        (nn.Softmax(1), "no bound is known"),
     ],
 )
 def test_layers_without_a_bound_are_refused_by_name(layer: nn.Module, said: str) -> None:
@@ -190,7 +190,6 @@ class Function(nn.Module):
         (lambda x: torch.cat([x, x]), "each example"),
         (lambda x: x[0:1] + x, "each example"),
         (lambda x: x.flip(0), "flip"),
-        (lambda x: F.celu(x, -1.0), "celu.*positive alpha"),
         (lambda x: x if x.sum() > 0 else -x, "cannot be traced"),
     ],
 )

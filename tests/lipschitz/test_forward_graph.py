@@ -86,7 +86,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "examples moved on": (lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))), "pads the dimension that holds the examples"),
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
-    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "returns torch.float16"),
+    "half precision": (lambda m, x: m.a(x + x.mean(1, dtype=torch.half).unsqueeze(1)), "returns torch.float16"),
     "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "the output of ClipInput"),
     "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "use slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
@@ -203,7 +203,6 @@ SETTINGS: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {
     "leaky_relu": (F.leaky_relu, nn.LeakyReLU()),
     "leaky_relu, steeper": (lambda x: F.leaky_relu(x, 3.0), nn.LeakyReLU(3.0)),
     "elu": (lambda x: F.elu(input=x, alpha=2.0), nn.ELU(2.0)),
-    "celu": (F.celu, nn.CELU()),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), nn.GELU("tanh")),
     "softplus": (lambda x: F.softplus(x, 2.0), nn.Softplus(2.0)),
     "hardtanh": (lambda x: F.hardtanh(x, -0.1, 0.2), nn.Hardtanh(-0.1, 0.2)),
@@ -254,15 +253,7 @@ def test_examples_are_not_taken_for_channels_or_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [
-        nn.CELU(-1.0),
-        nn.CELU(0.0),
-        nn.Softplus(beta=0.0),
-        nn.Softplus(threshold=500.0),
-        nn.ELU(float("nan")),
-        nn.LeakyReLU(float("inf")),
-    ],
+    "layer", [nn.Softplus(beta=0.0), nn.Softplus(threshold=500.0), nn.ELU(float("nan")), nn.LeakyReLU(float("inf"))]
 )
 def test_settings_without_a_slope_are_refused(layer: nn.Module) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"'1' \({type(layer).__name__}\)"):

@@ -11,8 +11,7 @@ import typer
 from rich.table import Table
 
 from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
-from clipwise.cli.releases import releases_of, table_of
-from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of, takes_run_options
 from clipwise.ledger.run_description import plain
 from clipwise.report import plots
 from clipwise.report.risk import Risk

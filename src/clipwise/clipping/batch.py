@@ -18,7 +18,7 @@ from clipwise.clipping.thresholds import Constants, Groups, MaxNorm, Policy
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping, tensor_lengths
 from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.rare import PutAside, Rare
+from clipwise.gradients.precision import PutAside, Rare
 from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit

@@ -22,8 +22,8 @@ from clipwise.clipping.base import (
     damaged,
     require_entries,
     require_records,
+    require_split,
 )
-from clipwise.clipping.noise_split import require_split
 from clipwise.clipping.thresholds import Groups, Policy, described_groups, group_parameters
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic

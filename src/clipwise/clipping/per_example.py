@@ -21,8 +21,7 @@ from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic, PutAside, chosen_arithmetic
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy
+from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, require_split
 from clipwise.clipping.contrib.sparse import Sparse, Thinned
-from clipwise.clipping.noise_split import require_split
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import (

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import Budget, Form, Outer, Rows, Tied, Written, at_least_float32
-from clipwise.gradients.operations import CASTS, TRANSPOSE
-from clipwise.gradients.outline import BY_HAND, Route
-from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
-from clipwise.gradients.rare import Rare
+from clipwise.gradients.outline import BY_HAND, CASTS, TRANSPOSE, Route
+from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.gradients.walk import Graph, Node, dtype_at, node_name
 
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU

@@ -30,7 +30,7 @@ from clipwise.gradients.examples import Contribution, Parameters, Path, PerExamp
 from clipwise.gradients.forms import Budget, Form, measured
 from clipwise.gradients.forms.base import CHUNK_BYTES
 from clipwise.gradients.plain import by_loop, by_vmap
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.precision import PutAside
 from clipwise.gradients.stream import Memory, Stream, Take
 
 

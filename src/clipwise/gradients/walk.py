@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.operations import (
+from clipwise.gradients.outline import (
     ACCUMULATE,
     CASTS,
     COMPILED,
@@ -36,9 +36,12 @@ from clipwise.gradients.operations import (
     ROW_MOVERS,
     TRANSPOSE,
     TURNS,
+    Entry,
+    Outline,
+    Plan,
+    UsePlan,
     require_not_rerun,
 )
-from clipwise.gradients.outline import Entry, Outline, Plan, UsePlan
 
 Node = Any  # torch exposes autograd nodes by duck type only
 Edge = tuple[Node, int]  # one output of a node

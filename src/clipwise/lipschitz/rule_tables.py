@@ -90,8 +90,6 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
     kind: build
     for kinds, build in (
         (tuple(activations.MODULES), activations.activation_rule),
-        ((nn.PReLU,), activations.LearnedSlopeRule),
-        ((nn.Softmax,), activations.softmax_rule),
         ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), activations.dropout_rule),
         ((nn.Linear,), LinearRule),
         ((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution.ConvolutionRule),
@@ -270,7 +268,6 @@ _AS_MODULES: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = activations.FU
     function: (kind, settings)
     for functions, kinds, settings in (
         ((F.dropout,), (nn.Dropout,), ("p", "training", "inplace")),
-        ((torch.softmax, F.softmax, "softmax"), (nn.Softmax,) * 3, ("dim", "_stacklevel", "dtype")),
         ((F.max_pool1d, F.max_pool2d, F.max_pool3d), convolution.MAX, _WINDOWS),
         ((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), convolution.AVERAGE, _AVERAGES),
         ((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), convolution.ADAPTIVE_MAX, _SIZES),

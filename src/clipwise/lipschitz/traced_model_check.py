@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from clipwise.errors import StepError, UnsupportedModelError
-from clipwise.gradients.operations import ACCUMULATE
+from clipwise.gradients.outline import ACCUMULATE
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of

@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.layout import LARGEST_WEIGHT, Probe, probe_weights, surviving
-from clipwise.gradients.operations import named, require_not_rerun
+from clipwise.gradients.outline import named, require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node
 from clipwise.layers.batch_statistics import observations

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import StepError
-from clipwise.gradients.operations import ACCUMULATE
+from clipwise.gradients.outline import ACCUMULATE
 
 Watcher = Callable[[Any, Tensor], None]  # a graph node, and the gradient of its output
 

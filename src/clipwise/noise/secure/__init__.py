@@ -42,7 +42,6 @@ standard noise. On a GPU the noise is drawn on the CPU and copied.
 """
 
 from clipwise.noise.secure.cipher import require_cipher
-from clipwise.noise.secure.grid import noised_on_grid, on_grid
-from clipwise.noise.secure.rounded import rounded_gaussian
+from clipwise.noise.secure.rounded import noised_on_grid, on_grid, rounded_gaussian
 
 __all__ = ["noised_on_grid", "on_grid", "require_cipher", "rounded_gaussian"]
