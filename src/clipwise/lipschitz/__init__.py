@@ -1,6 +1,6 @@
 """Certified bounds on per-example gradients from the norms of the weights. No per-example gradient is formed."""
 
-from clipwise.lipschitz.bounds import Bounds, Tightness, bounds_of, tightness
+from clipwise.lipschitz.bounds import Bounds, bounds_of
 from clipwise.lipschitz.losses import (
     BoundedLoss,
     CosineSimilarity,
@@ -24,12 +24,10 @@ __all__ = [
     "MulticlassHinge",
     "Network",
     "SoftmaxCrossEntropy",
-    "Tightness",
     "bounds_of",
     "clip_output_gradients",
     "clip_weights_",
     "limits_of",
     "on_limit",
-    "tightness",
     "trace",
 ]
