@@ -30,7 +30,7 @@ from clipwise.noise.key import NoiseKey
 MAX_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 REFERENCE = "non-private"
-FLOOR = "non-private + noise"
+PLAIN_AND_NOISE = "non-private + noise"
 GRAPHED = "non-private graphed"
 AUTO, COMPILED, REWEIGHT = "auto", "compiled", "reweight"
 ONE_BY_ONE = "one by one"
@@ -55,7 +55,7 @@ def _non_private(workload: Workload) -> Iterator[Step]:
 
 
 @contextmanager
-def _floor(workload: Workload) -> Iterator[Step]:
+def _plain_and_noise(workload: Workload) -> Iterator[Step]:
     """A non-private step plus clipwise's noise, added in one pass: a lower limit of the cost of a private step.
 
     It does not clip, so it is not private.
@@ -157,7 +157,7 @@ def _write_noised(trained: Sequence[nn.Parameter], total: Sequence[Tensor], key:
 
 _METHODS: dict[str, Method] = {
     REFERENCE: _non_private,
-    FLOOR: _floor,
+    PLAIN_AND_NOISE: _plain_and_noise,
     GRAPHED: graphed_steps,
     COMPILED: _compiled,
     **{how: partial(_private, how=how) for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")},
