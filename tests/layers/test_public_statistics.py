@@ -73,13 +73,7 @@ def forward_through(model: nn.Module, x: Tensor) -> Tensor:
     return model[2](model[1](through(model[0], x, rows(12, 50))))
 
 
-@pytest.mark.parametrize(
-    ("build", "biases"),
-    [
-        (wrapped, ["0.0.bias"]),
-        (Two, ["one.0.bias", "other.0.bias"]),
-    ],
-)
+@pytest.mark.parametrize(("build", "biases"), [(wrapped, ["0.0.bias"]), (Two, ["one.0.bias", "other.0.bias"])])
 def test_gradients_include_the_public_statistics(build: object, biases: list[str]) -> None:
     model: nn.Module = build()  # type: ignore[operator]
     private = run(model)

@@ -130,7 +130,7 @@ class PrivateStrategy(SingleDeviceStrategy):
             self._has_warned = True
             warn(
                 f"training_step logs {', '.join(names)}. Values of training batches are private, and the guarantee "
-                "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them.",
+                "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them."
             )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -174,7 +174,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         if self.classes is None:
             warn(
                 "The classes are taken from y. A class that only some rows have would reveal them: give classes=[...] "
-                "if the set of classes is not public.",
+                "if the set of classes is not public."
             )
         self.classes_ = np.unique(y if self.classes is None else np.asarray(self.classes))
         if len(self.classes_) < 2:
