@@ -1,4 +1,4 @@
-"""Batch norm layers that store no running statistics of private batches.
+"""Batch norm layers that store no running statistics of private batches, and the exchange of layers of a model.
 
 A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass, because the clip bounds
 the resulting gradient. Running statistics would release private data without noise. These layers therefore keep none.
@@ -12,7 +12,7 @@ module holds them: they are freed with the graph, and a forward pass whose losse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.validation.arguments import naming, require_module
+
+
+def exchange_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Replace every occurrence of the old modules, in place. Returns the model, or its replacement."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in others:
+                parent._modules[name] = others[child]
+    return others.get(model, model)
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
