@@ -198,8 +198,6 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
         (lambda: layers.PublicBatchNorm(4, eps=-1.0), "eps must be a finite number that is at least 0"),
         (lambda: layers.PublicBatchNorm(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
         (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number that is at least 0"),  # type: ignore[arg-type]
-        (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
-        (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_layers(call: Any, message: str) -> None:

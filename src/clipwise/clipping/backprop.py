@@ -26,7 +26,7 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import PutAside, chosen_arithmetic
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
-from clipwise.layers.clipped.scales import MODES, Constants, clip_constant
+from clipwise.layers.clipped.layer import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.validation.arguments import one_of, with_plain_numbers
 

@@ -7,7 +7,7 @@ from clipwise.layers.batch_statistics import (
     with_released_statistics,
     without_running_statistics,
 )
-from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, TemperedSigmoid
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
 from clipwise.layers.clipped import ClippedLayer, clip_inputs, set_clips
 from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics
@@ -24,7 +24,6 @@ __all__ = [
     "PublicStatistics",
     "ReleasedStatisticsNorm",
     "StandardizedWeight",
-    "TemperedSigmoid",
     "clip_inputs",
     "recompute_statistics",
     "replace_batchnorm",

@@ -1,4 +1,4 @@
-"""Layers with bounded outputs or slopes: clipped input, bounded normalization, tempered sigmoids.
+"""Layers with bounded outputs or slopes: clipped input, bounded normalization.
 
 B: examples, C: channels.
 """
@@ -131,27 +131,3 @@ def _alpha(alpha: float) -> float:
     if not found * found > torch.finfo(torch.float32).tiny:
         raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
     return found
-
-
-class TemperedSigmoid(nn.Module):
-    """scale / (1 + exp(-temperature x)) - offset, elementwise. The defaults give tanh.
-
-    Args:
-        scale: the distance between the two limits.
-        temperature: the inverse temperature: the larger, the closer to a step function.
-        offset: subtracted from the result; scale / 2 makes the function odd.
-
-    Guarantee:
-        Each example is treated independently. Outputs lie in [-offset, scale - offset].
-    """
-
-    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
-        super().__init__()
-        self.scale, self.temperature = number("scale", scale), number("temperature", temperature)
-        self.offset = number("offset", offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}, temperature={self.temperature}, offset={self.offset}"

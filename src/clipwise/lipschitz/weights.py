@@ -283,12 +283,6 @@ def balance_(
     return {name: 2.0**power for name, power in powers.items() if power != 0}
 
 
-def noise_of(bounds: Bounds, network: Network) -> float:
-    """sum_k S_k sqrt(d_k): the norm of the noise over z, for the optimal split with one group per parameter."""
-    sizes = {name: p.numel() for name, p in network.graph.named_parameters(remove_duplicate=False)}
-    return sum(bound * math.sqrt(sizes[name]) for name, bound in bounds.sensitivities.items())
-
-
 def _best_power(
     grows: list[str],
     shrinks: list[str],

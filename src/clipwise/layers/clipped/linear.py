@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
+from clipwise.layers.clipped.layer import Constants, fits, lengths, squared_lengths
 from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
-from clipwise.layers.clipped.scales import Constants, fits, lengths, squared_lengths
 
 
 class Matrix(Map):

@@ -29,8 +29,17 @@ from torch.autograd.function import once_differentiable
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import OneInputLayer, Role
-from clipwise.layers.clipped.scales import Constants, cleaned, fits, lengths, scaled, upstream_scales, weighted_rows
+from clipwise.layers.clipped.layer import (
+    Constants,
+    OneInputLayer,
+    Role,
+    cleaned,
+    fits,
+    lengths,
+    scaled,
+    upstream_scales,
+    weighted_rows,
+)
 
 
 def _noted(ctx: Any, x: Tensor, role: Role) -> Any:

@@ -22,21 +22,23 @@ from torch.autograd.function import once_differentiable
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.rules.recurrent import Backward, Layer, gru, lstm, rnn
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
-from clipwise.layers.clipped.linear import Matrix
-from clipwise.layers.clipped.linear_map import along_the_sphere, passed_on
-from clipwise.layers.clipped.scales import (
+from clipwise.layers.clipped.layer import (
+    ClippedLayer,
     Constants,
+    Role,
     along,
     at_least_shortest,
     cleaned,
     clipped_input,
     input_scales,
+    is_plain,
     lengths,
     scaled,
     upstream_scales,
     weighted_rows,
 )
+from clipwise.layers.clipped.linear import Matrix
+from clipwise.layers.clipped.linear_map import along_the_sphere, passed_on
 
 _FORWARD: dict[str, Any] = {
     "LSTM": torch.lstm,
