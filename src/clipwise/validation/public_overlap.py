@@ -61,9 +61,10 @@ def _sources(data: Any, rows: Indices | None = None) -> Iterator[_Source]:
             yield from _sources(part, rows[(rows >= begin) & (rows < end)] - begin)
     else:
         yield ("records of", id(data)), rows
-        inputs = data.tensors[0] if isinstance(data, TensorDataset) else data  # two data sets may share labels
-        if isinstance(inputs, Tensor):
-            yield from _row_addresses(inputs, rows)
+        if isinstance(data, TensorDataset):  # inputs only: two data sets may share labels
+            yield from _sources(data.tensors[0], rows)
+        elif isinstance(data, Tensor):
+            yield from _row_addresses(data, rows)
 
 
 def _row_addresses(inputs: Tensor, rows: Indices) -> Iterator[_Source]:
