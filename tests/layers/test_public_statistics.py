@@ -106,7 +106,7 @@ def test_a_run_follows_all_of_them() -> None:
 def test_a_scale_that_is_not_trained_is_refused_before_anything_is_released() -> None:
     frozen = wrapped()
     frozen[0][1].weight.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"'1'.*trainable weight"):
+    with pytest.raises(ConfigurationError, match=r"'1'.*weight of its own that is trained"):
         run(frozen)
     whole = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     replace_batchnorm(whole, rows(12, 3), "public-exact")
