@@ -46,7 +46,6 @@ def canary(
     record: int = 0,
     planted: Any = None,
     parameter: str | None = None,
-    others: bool = False,
     runs: int = 1000,
     delta: float | None = None,
     confidence: float = 0.95,
@@ -76,8 +75,6 @@ def canary(
         record: the index of the canary.
         planted: the canary, for kind="record".
         parameter: the parameter with the entry of a Dirac canary, instead of the largest of each parameter group.
-        others: whether all other records keep their losses next to a Dirac canary. If not, their losses are 0, which
-            is the data set that an attacker would choose.
         runs: the model is trained `runs` times with the canary and `runs` times without. If a run is one release that
             every record takes part in, its sum is the same each time and is computed once; only the noise is redrawn.
         delta: the delta of the bound on epsilon; by default that of the run.
@@ -101,7 +98,7 @@ def canary(
     def watch(key: NoiseKey, inside: bool, again: Sequence[NoiseKey]) -> Planted:
         place, is_inside = np.array([record]), np.array([inside])
         if kind == "dirac":
-            return Dirac(key, place, is_inside, again, parameter=parameter, others=others)
+            return Dirac(key, place, is_inside, again, parameter=parameter)
         return Record(key, place, is_inside, again, loss=loss, home=data)
 
     worlds = _Worlds(make_run, data, dataset, watch, seed)

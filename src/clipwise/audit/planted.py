@@ -2,8 +2,8 @@
 
 A *Dirac* canary is the worst-case record: its gradient is one huge entry in each part of the release, which is clipped
 to the full bound. It passes through the real clipping, because its loss is replaced by a multiple of those parameters.
-All other records have no gradient, unless `others` is set, and the attacker looks at that entry alone. With z the
-joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
+All other records have no gradient, which is the data set that an attacker would choose: it looks at that entry alone.
+With z the joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
 N(1 / z, 1) with it. The log-likelihood ratios of all releases add up.
 
 The "out" world follows the adjacency: no record under zero-out, a canary of the opposite sign under replace-one. If
@@ -97,10 +97,9 @@ class Planted(RunWatch, ABC):
 
 @dataclass
 class Dirac(Planted):
-    """Dirac canaries, each with its own entry in every part; `canary` documents `parameter` and `others`."""
+    """Dirac canaries, each with its own entry in every part, of `parameter` or the largest parameter of the part."""
 
     parameter: str | None = None
-    others: bool = False
     _places: dict[str, Tensor] = field(default_factory=dict)
 
     def begins(self, run: StepContext) -> NoiseKey:
@@ -154,8 +153,7 @@ class Dirac(Planted):
         own_B = weight_B * own_B
         if losses.dim() == 0:  # of a microbatch as a whole
             return 0 * losses + own_B.mean()
-        is_replaced_B = weight_B != 0 if self.others else torch.ones_like(weight_B, dtype=torch.bool)
-        return losses.masked_fill(is_replaced_B, 0) + own_B
+        return losses.masked_fill(torch.ones_like(weight_B, dtype=torch.bool), 0) + own_B  # keeps the graph
 
     def scored(self, run: StepContext, values: Sums) -> Array:
         total, square = np.zeros(len(self.records)), 0.0
