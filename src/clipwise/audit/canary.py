@@ -20,8 +20,7 @@ from clipwise.audit.bounds import (
     mu_of_accuracy,
     p_value_of_curve,
 )
-from clipwise.audit.planted import Dirac, Planted, Record
-from clipwise.audit.recorder import MakeRun
+from clipwise.audit.planted import Dirac, MakeRun, Planted, Record
 from clipwise.audit.report import AuditReport, Claim, Measured
 from clipwise.audit.trial import with_record
 from clipwise.errors import AuditError, ConfigurationError

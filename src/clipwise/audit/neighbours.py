@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from clipwise.audit.recorder import MakeRun, Recorder, Release, entries, state_of, train
+from clipwise.audit.planted import MakeRun, Recorder, Release, entries, state_of, train
 from clipwise.audit.report import Finding, NeighboursReport
 from clipwise.audit.trial import CHANGES, Change, with_record
 from clipwise.engine import resume

@@ -66,9 +66,9 @@ def tune(
 
         clipwise tune digits --accounted --epsilon 3 --mean-runs 10
 
-    The command writes study.db, results.json, front.md and front.svg to the folder, and continues a study that was
-    stopped there. If the folder has results of another study, the last three go into a subfolder named after the
-    study. With --accounted and --out it writes best.safetensors, the weights of the best run.
+    The command writes study.db to the folder, and results.json, front.md and front.svg to a subfolder named after the
+    study. It continues a study that was stopped there. With --accounted and --out it writes best.safetensors, the
+    weights of the best run.
     """
     path, _, function = what.partition(".py:")
     is_script = bool(function) or what.endswith(".py")

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.gradients.own_part import own_part
 from clipwise.gradients.precision import IEEE, Arithmetic, PutAside
-from clipwise.gradients.real_views import dimension
+from clipwise.gradients.real_views import dimension, own_part
 from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
 from clipwise.sampling import Scheme
 

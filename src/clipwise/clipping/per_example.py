@@ -21,8 +21,8 @@ from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.own_part import own_part
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic, PutAside, chosen_arithmetic
+from clipwise.gradients.real_views import own_part
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
 

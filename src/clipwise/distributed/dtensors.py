@@ -19,7 +19,7 @@ from clipwise.distributed import sums
 from clipwise.distributed.layouts import Layout, Parameters
 from clipwise.distributed.ranks import Ranks
 from clipwise.distributed.shard_noise import Span, noised_shards
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part
 

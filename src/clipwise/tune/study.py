@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +138,8 @@ RESULTS = "results.json"
 
 
 def write(name: str, points: Sequence[Point], out: Path) -> list[Path]:
-    """Write results.json, front.md and, if matplotlib is installed, front.svg; returns the files.
-
-    Results of another study in the folder are kept: those of this study then go into a subfolder.
-    """
-    out = _place(name, out)
+    """Write results.json, front.md and, if matplotlib is installed, front.svg to a subfolder of the study."""
+    out = out / re.sub(r"[^\w-]", "-", name)
     trials = [{key: getattr(p, key) for key in ("number", "accuracy", "epsilon", "settings")} for p in points]
     stored = {"study": name, "trials": trials, "front": [p.number for p in front(points)]}
     results, page = json.dumps(stored, indent=1) + "\n", markdown(name, points)
@@ -155,24 +151,6 @@ def write(name: str, points: Sequence[Point], out: Path) -> list[Path]:
     except ImportError:
         return files
     return [*files, _plot(name, points, out / "front.svg")]
-
-
-def _place(name: str, folder: Path) -> Path:
-    """The folder, or the first subfolder named after the study that holds no results of another study."""
-    below = folder / re.sub(r"[^\w-]", "-", name)  # without the dots of the files here and of `..`
-    numbered = (below.with_name(f"{below.name}-{number}") for number in count(2))
-    return next(place for place in chain([folder, below], numbered) if _is_free(name, place))
-
-
-def _is_free(name: str, folder: Path) -> bool:
-    """Whether the folder has no results, or only those of the same study."""
-    try:
-        stored = json.loads((folder / RESULTS).read_bytes())
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError):  # not a folder, or not a results file
-        return False
-    return isinstance(stored, dict) and stored.get("study") == name
 
 
 def markdown(name: str, points: Sequence[Point]) -> str:

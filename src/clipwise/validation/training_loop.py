@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.errors import ConfigurationError, StepError, warn
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
