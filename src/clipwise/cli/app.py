@@ -15,6 +15,7 @@ from clipwise.cli.demo import demo
 from clipwise.cli.epsilon import epsilon
 from clipwise.cli.noise import noise
 from clipwise.cli.output import remark, say
+from clipwise.cli.report import report
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
 from clipwise.cli.tune import tune
@@ -61,5 +62,5 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, tradeoff, statement, check, audit, tune):
+for command in (demo, epsilon, noise, tradeoff, statement, report, check, audit, tune):
     app.command()(command)

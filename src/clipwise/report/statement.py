@@ -188,6 +188,10 @@ class Statement:
         return result
 
     def __str__(self) -> str:
+        return "\n".join(["Privacy statement", *labelled(self.lines())])
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The statement in words: pairs (label, text)."""
         s, divisor = self.spent, self.about.divisor
         size = "" if self.dataset_size is None else f" (data set: {self.dataset_size} {s.unit}s)"
         figures = f"({rounded_up(s.epsilon)}, {s.delta:g})-differential privacy for every released model"
@@ -218,7 +222,7 @@ class Statement:
         if not self.exact:
             state = "the run is in progress, did not end cleanly, or had a failed step"
             lines.insert(1, ("state", f"{state}: every release that may have happened is counted"))
-        return "\n".join(["Privacy statement", *_labelled(lines)])
+        return lines
 
     def _tuning(self) -> str:
         runs = len({entry.run for entry in self.history})
@@ -383,7 +387,7 @@ def percent(share: float) -> str:
     return f"{rounded_up(100 * share)}%"
 
 
-def _labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
+def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     """Lines with labels; consecutive equal labels are shown once."""
     labels = ["", *(name for name, _ in lines)]
     return [
