@@ -126,7 +126,8 @@ class ReleasedGradients:
         return CLEARED if self.is_unused and not is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: own_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
+        return {name: g if type(g) is Tensor else own_part(g) for name, g in grads}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
