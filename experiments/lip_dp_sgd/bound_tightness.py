@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.bounds import bounds_of
+from clipwise.lipschitz.bounds import Bounds, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, clip_output_gradients, constant_of, require_bounded
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import trace
+from clipwise.lipschitz.trace import Network, trace
 from clipwise.validation.arguments import naming, require_module
 
 
@@ -71,6 +71,12 @@ def tightness(
         name: Tightness(bounds[name], norm, example)
         for name, norm, example in zip(parameters, largest_P.tolist(), examples_P.tolist(), strict=True)
     }
+
+
+def noise_of(bounds: Bounds, network: Network) -> float:
+    """sum_k S_k sqrt(d_k): the norm of the noise over z, for the optimal split with one group per parameter."""
+    sizes = {name: p.numel() for name, p in network.graph.named_parameters(remove_duplicate=False)}
+    return sum(bound * math.sqrt(sizes[name]) for name, bound in bounds.sensitivities.items())
 
 
 @torch.enable_grad()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClipInput
-from clipwise.lipschitz import Huber, SoftmaxCrossEntropy, tightness, trace
+from clipwise.lipschitz import Huber, SoftmaxCrossEntropy, trace
+from experiments.lip_dp_sgd.bound_tightness import tightness
 
 
 def test_a_single_layer_reaches_its_bound() -> None:
