@@ -28,6 +28,9 @@ SCRIPTS = {
         "experiments.backprop_clipping.tightness", "how close gradients come to the bounds of clipped layers"
     ),
     "fast-clipping": Command("experiments.fast_clipping.imdb", "the paper's Transformer on IMDB"),
+    "fine-tuning": Command(
+        "experiments.fine_tuning.table", "a sentence encoder on AG News and IMDB: head only, LoRA, all weights"
+    ),
     "lip-dp-sgd/signal": Command(
         "experiments.lip_dp_sgd.signal", "gradient over noise of weight clipping at the first weights"
     ),
