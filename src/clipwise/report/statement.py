@@ -127,11 +127,6 @@ class Statement:
 
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions of the guarantee."""
-        probed = {
-            True: "probed on the first batches, not proven",
-            False: "not probed, not proven",
-            None: "not recorded whether this was probed",
-        }[self.probed]
         several = "; a person with several records has weaker protection" if self.spent.unit is Unit.RECORD else ""
         owned = f"one item of the data set is one {self.spent.unit}{several}"
         text = self._text()
@@ -140,7 +135,7 @@ class Statement:
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
         ]
         if self._is_training:
-            independent = f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}"
+            independent = f"{wording.INDEPENDENT}: {wording.PROBED[self.probed]}; {wording.planned(self.planned_tests)}"
             found = [text.separate or independent, *found, wording.RANDOM_LAYERS[self.draws]]
         found += text.assumptions
         if (kind := self.noise) is not None:

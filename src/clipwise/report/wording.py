@@ -67,6 +67,11 @@ PSEUDO_RANDOM: Mapping[str, str] = {
 }
 
 INDEPENDENT = "each loss depends on its own example only"
+PROBED: Mapping[bool | None, str] = {
+    True: "probed on the first batches, not proven",
+    False: "not probed, not proven",
+    None: "not recorded whether this was probed",
+}
 
 NO_GUARANTEE = "none is claimed: noise and sampling come from a given seed and are reproducible"
 WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
