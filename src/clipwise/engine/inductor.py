@@ -1,0 +1,48 @@
+"""Compiles a traced graph with Inductor: C++ on a CPU, Triton on a GPU.
+
+Inductor keeps what it has compiled on disk (`torch._inductor.config.fx_graph_cache`), so that the same step starts
+faster in the next process. Neither a C++ compiler nor Triton is required: `is_available` looks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from clipwise.engine.tracing import Traced
+
+Run = Callable[..., Sequence[Tensor]]
+
+_log = logging.getLogger("clipwise")
+
+
+@cache
+def is_available(kind: str) -> bool:
+    """Whether Inductor has what it needs on a kind of device: Triton, or a C++ compiler."""
+    if kind == "cuda":
+        return find_spec("triton") is not None
+    return kind == "cpu" and any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl"))))
+
+
+def compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
+    """A compiled form of the graph, for inputs of these shapes. The first time takes up to minutes."""
+    from torch._inductor import compile as compile_graph  # imports a compiler
+
+    _log.info("Compiling the private step with Inductor. The first time this takes up to a few minutes.")
+    begin = time.perf_counter()
+    # Dropout then draws as in an eager step, so that both can be compared.
+    options = {"fallback_random": traced.is_random}
+    with torch.no_grad():
+        run: Run = compile_graph(traced.graph, [*inputs, *traced.lifted], options=options)
+    _log.info("Compiled the private step in %.0f s.", time.perf_counter() - begin)
+    return run
