@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cell import Cell
-from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, OPACUS, REFERENCE, REWEIGHT
+from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, INDUCTOR, OPACUS, PLAIN_COMPILED, REFERENCE, REWEIGHT
 from benchmarks.peers.bars import MEMORY, TIME, Bar
 from benchmarks.peers.rows import Row, rows_for
 from benchmarks.records import Results
@@ -14,8 +14,10 @@ COLUMNS = {
     REFERENCE: "plain",
     FLOOR: "floor",
     AUTO: "clipwise",
-    COMPILED: "clipwise compiled",
+    COMPILED: "clipwise captured",
+    INDUCTOR: "clipwise compiled",
     GRAPHED: "plain graphed",
+    PLAIN_COMPILED: "plain torch.compile",
     REWEIGHT: "clipwise reweight",
     **{name: name for name in OPACUS},
 }

@@ -33,6 +33,7 @@ from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors
 from clipwise.validation import step_inputs
 from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
+from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:
     from clipwise.engine.traced_sum import TracedStep, TracedSum
@@ -73,7 +74,8 @@ class CompiledStep:
                 "private.compiled cannot pass the model's outputs, which this strategy needs: call "
                 "private.step(losses, outputs=outputs)."
             )
-        self._context, self._loss = context, loss
+        self._context = context
+        self._loss = loss if context.strategy.is_coupled else uncompiled_loss(loss)
         self._size = _piece_size(context) if size is None else whole("size", size, least=_SMALLEST)
         self._backend = one_of("backend", backend, BACKENDS)
         self._device = next(iter(context.parameters.values())).device
