@@ -4,8 +4,8 @@
     captured             the same operations as in an eager step, replayed from CUDA graphs (captured.py)
     eager                everything else
 
-The first steps are eager, with all checks of the model and the losses. So is one step in every few hundred. A form that is
-not possible falls back to the next one, with a warning that names the reason. All use the pipeline of step.py.
+The first steps are eager, with all checks of the model and the losses. So is one step in every few hundred. A form that
+is not possible falls back to the next one, with a warning that names the reason. All use the pipeline of step.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clipwise.engine.captured import Captured, bounds_of
 from clipwise.engine.context import StepContext
 from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
 from clipwise.engine.pieces import count_of, kinds_of, pieces_of
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
 from clipwise.validation import step_inputs
 from clipwise.validation.arguments import one_of, whole
@@ -91,7 +91,8 @@ class CompiledStep:
         self._captured: Captured | TracedStep | None = None
         is_constant = _is_constant(context) and backend != "eager"
         self._captures = is_constant and _can_capture(self._device)
-        self._traces = is_constant and (backend in _TRACED or (backend == "auto" and _can_compile(self._device)))
+        is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
+        self._traces = is_constant and context.clipper.is_traceable and is_wanted
 
     @property
     def _stays_eager(self) -> bool:
@@ -178,7 +179,8 @@ class CompiledStep:
         held = self._traced if self._captured is None else self._captured
         if held is None:
             return False
-        is_changed = self._traced is not None and not isinstance(self._captured, Captured) and not self._traced.is_current
+        in_cuda_graph = isinstance(self._captured, Captured)
+        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
         return is_changed or held.bounds != bounds_of(self._context)
 
     def _is_examined(self) -> bool:
@@ -220,6 +222,8 @@ class CompiledStep:
         except TraceError as error:
             if self._attempts >= _ATTEMPTS:
                 self._give_up_tracing(str(error))
+        except ClipwiseError:  # of the eager passes before the trace
+            raise
         except Exception as error:  # any error of a compiler: eager steps of the same code have succeeded
             self._give_up_tracing(str(error))
 

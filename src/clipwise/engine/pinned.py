@@ -1,14 +1,14 @@
 """Products that keep their arithmetic in a traced graph.
 
-Norms and sums are computed in a stated arithmetic (gradients/precision.py), whatever the user's settings for speed. These
-settings are switches of the process, and a traced graph does not record them. So a product that was traced under
+Norms and sums are computed in a stated arithmetic (gradients/precision.py), whatever the user's settings for speed.
+These settings are switches of the process, and a traced graph does not record them. So a product that was traced under
 another setting than the one around the step becomes an operation of its own, which sets the switch when it runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ _MATRICES = (_aten.mm, _aten.bmm, _aten.mv, _aten.dot, _aten.addmm, _aten.baddbm
 _CONVOLUTION = _aten.convolution
 _BACKWARD = _aten.convolution_backward
 _ONLY_WEIGHT = [False, True, False]
-_library = torch.library.Library("clipwise", "DEF")
+_library: Any = torch.library.Library("clipwise", "DEF")  # type: ignore[no-untyped-call]
 
+Name = Literal["ieee", "tf32"]
 Settings = tuple[object, object]  # of matrix products and of convolutions
 
 
@@ -48,7 +49,7 @@ def operation(func: Any, args: tuple[Any, ...], around: Settings) -> Callable[..
     now = settings()
     if now[is_convolution] == around[is_convolution]:
         return None
-    arithmetic = "ieee" if now[is_convolution] in ("highest", "ieee", False) else "tf32"
+    arithmetic: Name = "ieee" if now[is_convolution] in ("highest", "ieee", False) else "tf32"
     if packet is _BACKWARD:
         return _weight_gradients[arithmetic] if list(args[-1]) == _ONLY_WEIGHT else _refuse
     name = f"{arithmetic}_{packet.__name__}"
@@ -85,7 +86,7 @@ def _of_weight(name: str) -> Callable[..., tuple[None, Tensor, None]]:
     return call
 
 
-_weight_gradients = {}
+_weight_gradients: dict[Name, Callable[..., tuple[None, Tensor, None]]] = {}
 for _arithmetic in (IEEE, TF32):
     for _packet in (*_MATRICES, _CONVOLUTION):
         _schema = str(_packet.default._schema)

@@ -149,8 +149,8 @@ class Private:
                 with rows of weight 0. By default the batch size where it is constant, else the expected batch size
                 plus 3 standard deviations. Microbatches of `Batch` are never cut.
             backend: "auto"; "inductor": compile at once, also on a CPU ("auto" compiles there once eager steps have
-                taken a minute, and keeps what is faster); "cudagraphs": capture eager operations in CUDA graphs, without
-                Inductor; "aot_eager": trace, and run the traced operations one by one (for debugging); "eager".
+                taken a minute, and keeps what is faster); "cudagraphs": capture eager operations in CUDA graphs,
+                without Inductor; "aot_eager": trace, and run the traced operations one by one (for debugging); "eager".
         """
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss

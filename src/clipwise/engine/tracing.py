@@ -70,11 +70,11 @@ def trace(act: Callable[..., list[Tensor]], inputs: Sequence[Tensor], model: nn.
     return _lifted(made)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises for operations whose results would be constants, and pins products to their arithmetic."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._around = pinned.settings()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,7 +1,7 @@
-"""Whether the current thread traces a step into a graph (engine/traced.py).
+"""Whether the current thread traces a step into a graph (engine/tracing.py).
 
-A trace runs on tensors without memory. In it no raw kernel is launched, and nothing is put into or taken from a cache of
-tensors: the twins in plain torch are traced instead.
+A trace runs on tensors without memory. In it no raw kernel is launched, and nothing is put into or taken from a cache
+of tensors: the twins in plain torch are traced instead.
 """
 
 from __future__ import annotations

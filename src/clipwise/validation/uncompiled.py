@@ -1,7 +1,7 @@
 """Models that the user compiled with torch.compile.
 
-The backward pass of a compiled region is one unit, in which per-example gradients are not accessible. So a compiled model
-runs its original code wherever autograd records, which is where a private step needs its graph. Evaluation under
+The backward pass of a compiled region is one unit, in which per-example gradients are not accessible. So a compiled
+model runs its original code wherever autograd records, which is where a private step needs its graph. Evaluation under
 `torch.no_grad` keeps the compiled code. `private.compiled(loss)` traces the original code and compiles the whole step.
 """
 
