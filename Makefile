@@ -47,8 +47,8 @@ test-integrations: $(STAMP) $(FLOWER)/.installed  ## frameworks, browser, notebo
 	$(BIN)/python -m pytest -n auto -m integration
 	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
 
-# The versions found on this machine; the workflow in .github runs the others.
-PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell command -v python$(v)),python$(v)))
+# The versions that run on this machine; the workflow in .github runs the others.
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell python$(v) --version 2>/dev/null),python$(v)))
 test-matrix:  ## the test suite under every Python version that is installed
 	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=build/venv-$$python || exit 1; done
 

@@ -3,12 +3,12 @@
     python -m benchmarks backprop --device cpu
     python -m benchmarks backprop --device cuda --out benchmarks/results/backprop-gpu.md
 
-The column "floor" is a non-private step plus noise: a backward pass of the summed losses, noise on every coordinate,
-the optimizer. The private step adds clipped layers and the checks of `Backprop`. Both use the same batches. Times are
-medians over steps that alternate between the two. Memory is the peak of a step above its start; on a CPU it is the
-growth of a fresh process. For the times, the process keeps the memory that it frees (`keep_memory`). The targets are
-1.2 in time and 1.1 in memory. On CUDA both use TF32 for products and convolutions; `--as-it-comes` leaves torch's
-switches as they are.
+The column "plain + noise" is a non-private step plus noise: a backward pass of the summed losses, noise on every
+coordinate, the optimizer. The private step adds clipped layers and the checks of `Backprop`. Both use the same batches.
+Times are medians over steps that alternate between the two. Memory is the peak of a step above its start; on a CPU
+it is the growth of a fresh process. For the times, the process keeps the memory that it frees (`keep_memory`). The
+targets are 1.2 in time and 1.1 in memory. On CUDA both use TF32 for products and convolutions; `--as-it-comes` leaves
+torch's switches as they are.
 
 On CUDA there is a second table, of captured steps: the non-private step plus noise in one CUDA graph, and
 `private.compiled`. The times do not include drawing the batch.
@@ -38,7 +38,8 @@ from experiments import models
 from experiments.harness.command import parser_of
 from experiments.harness.environment import at_its_best, keep_memory
 
-WAYS = ("floor", "upstream", "gradient")
+BASE = "plain + noise"
+WAYS = (BASE, "upstream", "gradient")
 BATCHES = 8  # in the data of a compiled run
 
 
@@ -91,14 +92,14 @@ def stepper(name: str, way: str, device: torch.device) -> Callable[[], None]:
     batch = sizes[device.type == "cuda"]
     torch.manual_seed(0)
     model = build().to(device)
-    if way != "floor":
+    if way != BASE:
         model = layers.clip_inputs(model, input_norm=1.0, grad_norm=0.1, bound=way)
     parameters = dict(model.named_parameters())
     x, y = draw(batch).to(device), torch.randint(0, 10, (batch,), device=device)
     sgd = torch.optim.SGD(parameters.values(), 1e-3)
     scheme = make_scheme("poisson", dataset_size=100 * batch, batch_size=batch)
     site = Site(model, parameters, Adjacency.ZERO_OUT, Unit.RECORD, scheme)
-    clipper = None if way == "floor" else Backprop().attach(site)
+    clipper = None if way == BASE else Backprop().attach(site)
 
     def step() -> None:
         losses = F.cross_entropy(model(x), y, reduction="none")
@@ -116,7 +117,7 @@ def stepper(name: str, way: str, device: torch.device) -> Callable[[], None]:
     return step
 
 
-def captured_floor(name: str, device: torch.device) -> Callable[[], None]:
+def captured_plain_and_noise(name: str, device: torch.device) -> Callable[[], None]:
     """The non-private step plus noise in one CUDA graph."""
     build, draw, (_, batch) = NETWORKS[name]
     torch.manual_seed(0)
@@ -166,7 +167,7 @@ def compiled(name: str, bound: str, device: torch.device) -> tuple[Callable[[], 
 
 def captured_times(name: str, device: torch.device, seconds: float) -> dict[str, float]:
     """Milliseconds of each captured step, measured in turns."""
-    ways = {"floor": (lambda: None, captured_floor(name, device))}
+    ways = {BASE: (lambda: None, captured_plain_and_noise(name, device))}
     ways |= {way: compiled(name, way, device) for way in WAYS[1:]}
     return _in_turns(ways, device, seconds, before=16)
 
@@ -187,7 +188,7 @@ def _in_turns(
             step()
     found: dict[str, list[float]] = {way: [] for way in ways}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found["floor"]) < 5:
+    while time.perf_counter() < end or len(found[BASE]) < 5:
         for way, (prepare, step) in ways.items():
             prepare()
             _synchronize(device)
@@ -244,15 +245,15 @@ def _synchronize(device: torch.device) -> None:
 def _captured_table(names: list[str], device: torch.device, seconds: float) -> list[str]:
     lines = [
         "",
-        "Captured steps: times over those of captured non-private plus noise (floor).",
+        "Captured steps: times over those of captured non-private plus noise.",
         "",
-        "| network | captured floor, ms | upstream | gradient |",
+        "| network | captured plain + noise, ms | upstream | gradient |",
         "| --- | ---: | ---: | ---: |",
     ]
     for name in names:
         found = captured_times(name, device, seconds)
-        ratios = (f"{found[way] / found['floor']:.2f}" for way in WAYS[1:])
-        cells = [name, f"{found['floor']:.2f}", *ratios]
+        ratios = (f"{found[way] / found[BASE]:.2f}" for way in WAYS[1:])
+        cells = [name, f"{found[BASE]:.2f}", *ratios]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
         torch.cuda.empty_cache()
@@ -289,15 +290,15 @@ def measured(names: list[str], device: torch.device, seconds: float) -> str:
         else f"CPU, {torch.get_num_threads()} threads"
     )
     lines = [
-        f"{what}, torch {torch.__version__}; times and memory over those of non-private plus noise (floor).",
+        f"{what}, torch {torch.__version__}; times and memory over those of non-private plus noise.",
         "",
-        "| network | floor, ms | upstream | gradient | floor, MiB | upstream | gradient |",
+        "| network | plain + noise, ms | upstream | gradient | plain + noise, MiB | upstream | gradient |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name in names:
         t, m = times(name, device, seconds), taken[name]
-        ratios = [f"{v[way] / v['floor']:.2f}" for v in (t, m) for way in WAYS[1:]]
-        cells = [name, f"{t['floor']:.2f}", *ratios[:2], f"{m['floor']:.0f}", *ratios[2:]]
+        ratios = [f"{v[way] / v[BASE]:.2f}" for v in (t, m) for way in WAYS[1:]]
+        cells = [name, f"{t[BASE]:.2f}", *ratios[:2], f"{m[BASE]:.0f}", *ratios[2:]]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     if device.type == "cuda":

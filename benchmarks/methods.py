@@ -31,7 +31,7 @@ from clipwise.noise.key import NoiseKey
 MAX_NORM = 1.0
 NOISE_MULTIPLIER = 1.0
 REFERENCE = "non-private"
-FLOOR = "non-private + noise"
+PLAIN_AND_NOISE = "non-private + noise"
 GRAPHED = "non-private graphed"
 PLAIN_COMPILED = "non-private compiled"
 AUTO, COMPILED, INDUCTOR, REWEIGHT = "auto", "compiled", "inductor", "reweight"
@@ -72,7 +72,7 @@ def _plain_compiled(workload: Workload) -> Iterator[Step]:
 
 
 @contextmanager
-def _floor(workload: Workload) -> Iterator[Step]:
+def _plain_and_noise(workload: Workload) -> Iterator[Step]:
     """A non-private step plus clipwise's noise, added in one pass: a lower limit of the cost of a private step.
 
     It does not clip, so it is not private.
@@ -174,7 +174,7 @@ def _write_noised(trained: Sequence[nn.Parameter], total: Sequence[Tensor], key:
 
 _METHODS: dict[str, Method] = {
     REFERENCE: _non_private,
-    FLOOR: _floor,
+    PLAIN_AND_NOISE: _plain_and_noise,
     GRAPHED: graphed_steps,
     PLAIN_COMPILED: _plain_compiled,
     COMPILED: partial(_compiled, backend="cudagraphs"),

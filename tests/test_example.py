@@ -45,7 +45,7 @@ def test_it_goes_on_where_it_stopped(example, capsys):
     stopped = checkpoint.load("runs/example/run-001/checkpoint.pt")
     assert stopped["epochs"] == 1
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a resumption that is not exact would warn
+        warnings.simplefilter("error", UserWarning)  # a resumption that is not exact would warn
         example.main(["--epochs", "2", "--resume"])
     finished = checkpoint.load("runs/example/run-001/checkpoint.pt")
     assert finished["epochs"] == 2 and ledger.read("runs/example/run-001/ledger").position == 6

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from benchmarks.cell import Cell
-from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, INDUCTOR, OPACUS, PLAIN_COMPILED, REFERENCE, REWEIGHT
-from benchmarks.peers.bars import MEMORY, TIME, Bar
+from benchmarks.methods import (
+    AUTO,
+    COMPILED,
+    GRAPHED,
+    INDUCTOR,
+    OPACUS,
+    PLAIN_AND_NOISE,
+    PLAIN_COMPILED,
+    REFERENCE,
+    REWEIGHT,
+)
 from benchmarks.peers.rows import Row, rows_for
+from benchmarks.peers.targets import MEMORY, TIME, Target
 from benchmarks.records import Results
 from benchmarks.tables import Notes, conditions, grid
 
 # Method names to column titles, in the order of the table.
 COLUMNS = {
     REFERENCE: "plain",
-    FLOOR: "floor",
+    PLAIN_AND_NOISE: "plain + noise",
     AUTO: "clipwise",
     COMPILED: "clipwise captured",
     INDUCTOR: "clipwise compiled",
@@ -84,22 +94,22 @@ def _over_graphed(cell: Cell) -> str:
 
 def _bars(rows: list[Row], results: Results) -> list[str]:
     """Each target with the measured ratio. It has three digits, because two could hide a miss."""
-    labels = list(dict.fromkeys(_label(bar) for row in rows for bar in row.bars))
+    labels = list(dict.fromkeys(_label(target) for row in rows for target in row.targets))
     body = []
     for row in rows:
-        verdicts = {_label(bar): _verdict(bar, results.cells[row.name]) for bar in row.bars}
+        verdicts = {_label(target): _verdict(target, results.cells[row.name]) for target in row.targets}
         body.append([row.title, *(verdicts.get(label, "") for label in labels)])
     return ["The targets:", "", *grid(["", *labels], body), ""]
 
 
-def _label(bar: Bar) -> str:
-    over = "" if bar.over == REFERENCE else f" over {COLUMNS[bar.over]}"
-    return f"{COLUMNS[bar.column]}, {bar.what}{over}"
+def _label(target: Target) -> str:
+    over = "" if target.over == REFERENCE else f" over {COLUMNS[target.over]}"
+    return f"{COLUMNS[target.column]}, {target.what}{over}"
 
 
-def _verdict(bar: Bar, cell: Cell) -> str:
-    limit = f"{'<' if bar.below else '<='} {bar.most:.2f}"
-    ratio = bar.measured(cell)
+def _verdict(target: Target, cell: Cell) -> str:
+    limit = f"{'<' if target.below else '<='} {target.most:.2f}"
+    ratio = target.measured(cell)
     if ratio is None:
         return f"{limit}: not measured"
-    return f"{limit}: {'met' if bar.is_met(ratio) else '**not met**'} ({ratio:.3f})"
+    return f"{limit}: {'met' if target.is_met(ratio) else '**not met**'} ({ratio:.3f})"

@@ -25,7 +25,7 @@ class Axis:
 
 
 def _axis(name: str, title: str, network: str, settings: dict[int, Setting]) -> Axis:
-    rows = {x: Row(f"{name}={x}", f"{network}, {name}={x}", setting, bars=()) for x, setting in settings.items()}
+    rows = {x: Row(f"{name}={x}", f"{network}, {name}={x}", setting, targets=()) for x, setting in settings.items()}
     return Axis(name, f"{title}: {network}", rows)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.cell import Cell
 from benchmarks.methods import REFERENCE
-from benchmarks.peers.bars import MEMORY, TIME
 from benchmarks.peers.table import COLUMNS
+from benchmarks.peers.targets import MEMORY, TIME
 from benchmarks.records import Results
 from benchmarks.scaling.axes import Axis
 

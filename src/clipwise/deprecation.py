@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from enum import EnumMeta
 from importlib import import_module
 from typing import Any, TypeVar
+
+from clipwise import errors
 
 C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -24,13 +25,9 @@ _RECORDED = {
 }
 
 
-def warn(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that `old` is deprecated; by default at the caller of the function that calls this one."""
-    warnings.warn(
-        f"{old} is deprecated and will be removed in clipwise 0.3.0: use {new}.",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
+def warn(old: str, new: str) -> None:
+    """Warn that `old` is deprecated."""
+    errors.warn(f"{old} is deprecated and will be removed in clipwise 0.3.0: use {new}.", DeprecationWarning)
 
 
 def renamed_arguments(**names: str | Callable[[Any], str]) -> Callable[[C], C]:

@@ -6,6 +6,9 @@ message is an output too.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class ClipwiseError(Exception):
     """Base class of all clipwise errors."""
@@ -65,3 +68,14 @@ class DistributedError(ClipwiseError):
 
 class PrivacyWarning(UserWarning):
     """The guarantee still holds, but something weakens it or wastes privacy budget."""
+
+
+_INSIDE = ("clipwise.", "torch.", "contextlib", "functools")  # modules between the user's code and a warning
+
+
+def warn(message: str, category: type[Warning] = PrivacyWarning) -> None:
+    """Warn at the line of the user's code: the innermost frame outside of clipwise and torch."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -281,7 +281,7 @@ HABITS = (
 )
 # Former mistakes of the library that are fixed, or mistakes that cannot be shown in one process.
 OTHERS = (
-    (5, "two ranks under `torchrun`", "`make_private`", "tests/validation/test_training_loop.py"),
+    (5, "`torchrun` without a process group", "`make_private`", "tests/validation/test_training_loop.py"),
     (8, "random views from 32 bits", "drawn from the run's key", "tests/sampling/test_augmentation.py"),
     (
         14,

@@ -10,14 +10,14 @@ import torch
 from benchmarks import runner, suite
 from benchmarks.graphs import compiled_steps
 from benchmarks.memory import NoMemoryFigure
-from benchmarks.methods import AUTO, COMPILED, FLOOR, GRAPHED, REFERENCE, REWEIGHT, steps_by
+from benchmarks.methods import AUTO, COMPILED, GRAPHED, PLAIN_AND_NOISE, REFERENCE, REWEIGHT, steps_by
 from benchmarks.networks import build, train_only
 from benchmarks.options import Options
 from benchmarks.peers import form, measure
-from benchmarks.peers.bars import MEMORY, Bar
 from benchmarks.peers.measure import measure_row
 from benchmarks.peers.rows import ON_CPU, ON_CUDA, QUICK, Row, rows_for
 from benchmarks.peers.run import USUAL
+from benchmarks.peers.targets import MEMORY, Target
 from benchmarks.shapes import shape_of
 from benchmarks.suite import chosen_columns
 from benchmarks.timing import Effort
@@ -28,9 +28,9 @@ from experiments.harness.environment import at_its_best
 from experiments.harness.limits import TooSlow
 
 CPU = torch.device("cpu")
-TINY = Row("tiny", "Tiny", Setting("mlp-2", "mnist", 4), (Bar(AUTO, 1.5),))
+TINY = Row("tiny", "Tiny", Setting("mlp-2", "mnist", 4), (Target(AUTO, 1.5),))
 BRIEF = Effort(rounds=2, least_rounds=1, enough_seconds=0.0, cell_seconds=20.0)
-COLUMNS = [REFERENCE, FLOOR, AUTO, COMPILED]
+COLUMNS = [REFERENCE, PLAIN_AND_NOISE, AUTO, COMPILED]
 
 
 # --------------------------------------------------------------------- rows
@@ -43,15 +43,15 @@ def test_every_row_has_a_unique_name_a_network_and_a_target_on_clipwise(rows):
         with torch.device("meta"):
             model = train_only(build(row.setting.model, shape_of(row.setting.data)), row.setting.trained)
         assert any(p.requires_grad for p in model.parameters())
-        assert any(bar.column == AUTO for bar in row.bars)
+        assert any(target.column == AUTO for target in row.targets)
         assert f"B={row.setting.batch}" in row.title
 
 
 def test_memory_and_graphs_have_targets_on_cuda_alone():
     for rows, on_cuda in ((ON_CUDA, True), (ON_CPU, False)):
         whole = [row for row in rows if row.setting.trained == "all"]
-        assert all(any(b.column == AUTO and b.what == MEMORY for b in r.bars) == on_cuda for r in whole)
-        assert any(bar.column == COMPILED for row in rows for bar in row.bars) == on_cuda
+        assert all(any(b.column == AUTO and b.what == MEMORY for b in r.targets) == on_cuda for r in whole)
+        assert any(target.column == COMPILED for row in rows for target in row.targets) == on_cuda
 
 
 def test_rows_are_chosen_by_name_in_the_order_of_the_table():
@@ -64,17 +64,17 @@ def test_rows_are_chosen_by_name_in_the_order_of_the_table():
 
 
 def test_a_target_is_met_at_its_limit_unless_it_must_stay_below():
-    assert Bar(AUTO, 1.1).is_met(1.1) and not Bar(AUTO, 1.1).is_met(1.1001)
-    assert Bar(AUTO, 1.0, below=True).is_met(0.999) and not Bar(AUTO, 1.0, below=True).is_met(1.0)
+    assert Target(AUTO, 1.1).is_met(1.1) and not Target(AUTO, 1.1).is_met(1.1001)
+    assert Target(AUTO, 1.0, below=True).is_met(0.999) and not Target(AUTO, 1.0, below=True).is_met(1.0)
 
 
 def test_a_target_uses_its_own_column_and_base():
-    cell = {"columns": {AUTO: {"time_over": {REFERENCE: 3.0, FLOOR: 2.0}, "memory_over": {REFERENCE: 1.5}}}}
-    assert Bar(AUTO, 1.0).measured(cell) == 3.0
-    assert Bar(AUTO, 1.0, over=FLOOR).measured(cell) == 2.0
-    assert Bar(AUTO, 1.0, MEMORY).measured(cell) == 1.5
-    assert Bar(COMPILED, 1.0).measured(cell) is None
-    assert Bar(AUTO, 1.0).measured({"failed": "no"}) is None
+    cell = {"columns": {AUTO: {"time_over": {REFERENCE: 3.0, PLAIN_AND_NOISE: 2.0}, "memory_over": {REFERENCE: 1.5}}}}
+    assert Target(AUTO, 1.0).measured(cell) == 3.0
+    assert Target(AUTO, 1.0, over=PLAIN_AND_NOISE).measured(cell) == 2.0
+    assert Target(AUTO, 1.0, MEMORY).measured(cell) == 1.5
+    assert Target(COMPILED, 1.0).measured(cell) is None
+    assert Target(AUTO, 1.0).measured({"failed": "no"}) is None
 
 
 # --------------------------------------------------------------------- form
@@ -134,7 +134,7 @@ def test_a_row_has_figures_of_every_column_or_the_reason_why_not(light):
     columns = cell["columns"]
     assert columns[COMPILED] == {"failed": "needs CUDA graphs"}
     assert columns[REFERENCE]["ratio"] == 1.0
-    assert set(columns[AUTO]["time_over"]) == {REFERENCE, FLOOR}
+    assert set(columns[AUTO]["time_over"]) == {REFERENCE, PLAIN_AND_NOISE}
     assert columns[AUTO]["time_over"][REFERENCE] == columns[AUTO]["ratio"] > 0
     assert columns[AUTO]["memory_over"] == {REFERENCE: 1.5}
     assert cell["optimizer"] == "adam" and "failed" not in cell
@@ -161,7 +161,7 @@ def test_a_column_that_fails_does_not_take_the_others_with_it(light, monkeypatch
     failing(monkeypatch, AUTO, ValueError("odd"), late=late)
     columns = row_of()["columns"]
     assert columns[AUTO] == {"failed": "ValueError: odd"}
-    assert columns[FLOOR]["ratio"] > 0
+    assert columns[PLAIN_AND_NOISE]["ratio"] > 0
 
 
 def test_a_column_without_memory_is_not_timed(light, monkeypatch):
@@ -253,7 +253,7 @@ def made(monkeypatch):
                 "ratio": ratio,
                 "rounds": 5,
                 "peak_bytes": 2**21,
-                "time_over": {REFERENCE: ratio, FLOOR: ratio, GRAPHED: ratio},
+                "time_over": {REFERENCE: ratio, PLAIN_AND_NOISE: ratio, GRAPHED: ratio},
                 "memory_over": {REFERENCE: 1.0},
             }
         cell["columns"][columns[-1]] = {"failed": "out of memory"}
@@ -286,8 +286,8 @@ def test_new_columns_and_failures_are_measured_when_asked(made, tmp_path):
     peers(tmp_path, rows=["mlp"], methods=[AUTO, REWEIGHT])
     peers(tmp_path, rows=["mlp"], methods=[AUTO])
     assert len(made) == 1
-    peers(tmp_path, rows=["mlp"], methods=[FLOOR, AUTO])
-    assert made[-1] == ("mlp", [REFERENCE, FLOOR, AUTO]) and len(made) == 2
+    peers(tmp_path, rows=["mlp"], methods=[PLAIN_AND_NOISE, AUTO])
+    assert made[-1] == ("mlp", [REFERENCE, PLAIN_AND_NOISE, AUTO]) and len(made) == 2
     peers(tmp_path, rows=["mlp"], methods=[AUTO], retry=True)
     assert len(made) == 3
 
@@ -319,12 +319,12 @@ def test_the_time_for_the_run_ends_it_cleanly(made, tmp_path):
 
 
 def test_the_table_has_ratios_targets_and_reasons(made, tmp_path):
-    peers(tmp_path, rows=["mlp"], methods=[FLOOR, AUTO, REWEIGHT])
-    costs, bars = (line for line in table_of(tmp_path).splitlines() if line.startswith(f"| {QUICK[0].title} |"))
+    peers(tmp_path, rows=["mlp"], methods=[PLAIN_AND_NOISE, AUTO, REWEIGHT])
+    costs, targets = (line for line in table_of(tmp_path).splitlines() if line.startswith(f"| {QUICK[0].title} |"))
     assert costs.endswith("| 1 / 2 | 1.12 / 1.00 | 1.25 / 1.00 | none [1] |")
-    (limit,) = {bar.most for bar in QUICK[0].bars if bar.column == AUTO}
+    (limit,) = {target.most for target in QUICK[0].targets if target.column == AUTO}
     verdict = "met" if limit >= 1.25 else "**not met**"
-    assert f"<= {limit:.2f}: {verdict} (1.250)" in bars and "not measured" in bars
+    assert f"<= {limit:.2f}: {verdict} (1.250)" in targets and "not measured" in targets
     assert "1. out of memory" in table_of(tmp_path)
 
 

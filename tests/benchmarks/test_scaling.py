@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import runner, suite
-from benchmarks.methods import AUTO, COMPILED, FLOOR, REFERENCE, REWEIGHT
+from benchmarks.methods import AUTO, COMPILED, PLAIN_AND_NOISE, REFERENCE, REWEIGHT
 from benchmarks.networks import build
 from benchmarks.options import Options
 from benchmarks.peers import measure
@@ -81,7 +81,7 @@ def test_along_an_axis_one_number_grows_and_all_else_stays(axes):
         held = set()
         for x, row in axis.rows.items():
             number, rest = split(axis.name, row.setting)
-            assert number == x and row.name == f"{axis.name}={x}" and not row.bars
+            assert number == x and row.name == f"{axis.name}={x}" and not row.targets
             held.add(rest)
         assert len(held) == 1
 
@@ -140,8 +140,8 @@ def test_points_are_measured_once_and_each_is_on_disk_at_once(made, tmp_path, mo
 
 
 def test_axes_and_columns_can_be_selected(made, tmp_path):
-    scaling(tmp_path, rows=["B"], methods=[FLOOR, AUTO])
-    assert made == [(name, [REFERENCE, FLOOR, AUTO]) for name in NAMES if name.startswith("B=")]
+    scaling(tmp_path, rows=["B"], methods=[PLAIN_AND_NOISE, AUTO])
+    assert made == [(name, [REFERENCE, PLAIN_AND_NOISE, AUTO]) for name in NAMES if name.startswith("B=")]
     (command,) = (run["command"] for run in json.loads((tmp_path / "results.json").read_text())["runs"])
     assert command.startswith("python -m benchmarks scaling --device cpu --row B --method")
 

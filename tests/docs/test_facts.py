@@ -86,3 +86,10 @@ def test_profiles_are_made_by_commands_that_run() -> None:
         assert named["--method"] in (AUTO, COMPILED, "reweight")
         wanted = [value for option, value in options if option == "--row"]
         assert len(rows_for(named["--device"], wanted=wanted)) == len(wanted)
+
+
+def test_the_accuracies_of_strategies_are_those_of_the_experiment() -> None:
+    text = (DOCS / "guides" / "strategy.md").read_text().partition("## What we measured")[2].partition("\n## ")[0]
+    rows = [line.split(" | ", 1)[1] for line in text.splitlines() if "±" in line and line.startswith("|")]
+    results = (DOCS.parent / "experiments" / "batch_clipping" / "results" / "results.md").read_text()
+    assert len(rows) == 5 and all(f"| {row}\n" in results for row in rows)

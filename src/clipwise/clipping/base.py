@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.gradients import Memory, per_example_gradients
+from clipwise.gradients.own_part import own_part
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.gradients.rare import PutAside
 from clipwise.privacy import Adjacency, Part, Unit
@@ -41,6 +42,8 @@ class Site:
     unit: Unit
     scheme: Scheme
     empty_batch: Callable[[], Any] | None = None  # makes a batch without records
+    # From the squared norms [B] of the parts of gradients in this process to those of whole gradients.
+    joined_squares: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda squares: squares
 
     @property
     def factor(self) -> float:
@@ -121,7 +124,7 @@ class Clipper(ABC):
 
     def nothing(self) -> dict[str, Tensor]:
         """The bounded sum of an empty batch: zeros."""
-        return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        return {name: torch.zeros_like(own_part(p)) for name, p in self._parameters.items()}
 
     @property
     def noise(self) -> dict[str, float]:
@@ -213,6 +216,7 @@ class Strategy(ABC):
         allows_batch_norm: whether `attach` itself checks normalization layers.
         needs_whole_weights: what reads or changes weights outside of a forward pass, so that the model cannot be
             sharded; "" if nothing does.
+        takes_split_gradients: whether an example's gradient may lie over several processes (tensor parallelism).
     """
 
     name: ClassVar[str]
@@ -228,6 +232,7 @@ class Strategy(ABC):
     has_local_update: bool = False
     allows_batch_norm: bool = False
     needs_whole_weights: str = ""
+    takes_split_gradients: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -92,7 +92,8 @@ def make_private(
     """Make the training of a model private. The model, the optimizer and the data set are not wrapped or replaced.
 
     If torch.distributed is initialised (`torchrun`), all ranks call it with the same arguments and train one model
-    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard`. Rank 0 writes the ledger.
+    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard` or split by
+    `parallelize_module`. Rank 0 writes the ledger.
 
     Args:
         model: any module. It gets no wrapper and no hooks, and keeps its `state_dict` keys.
@@ -207,7 +208,8 @@ def make_private(
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
-    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty)
+    layout.require_strategy(strategy, plain(max_physical_batch_size), loss is not None)
+    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty, layout.joined_squares)
     with layout.whole_weights():
         clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
@@ -258,7 +260,7 @@ def make_private(
                     "prefetch_factor": prefetch_factor,
                 },
                 collate_fn=collate_fn,
-                probe=probe_independence and not strategy.is_coupled,
+                probe=probe_independence and not (strategy.is_coupled or layout.splits_gradients),
                 changed_before=changed_before,
                 loss=loss,
                 ranks=ranks,

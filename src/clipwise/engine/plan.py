@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
 from clipwise.distributed.layouts import Layout
 from clipwise.distributed.ranks import OneRank
-from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.errors import ConfigurationError, warn
 from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.ledger.budget import PrivacyBudget
 from clipwise.ledger.ledger import Ledger
@@ -203,10 +202,8 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
     if not (_is_number(delta) and 0 < delta < 1):
         raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
     if delta >= 1 / size:
-        warnings.warn(
+        warn(
             f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record "
-            "satisfies such a delta. Choose delta well below 1/N.",
-            PrivacyWarning,
-            stacklevel=4,
+            "satisfies such a delta. Choose delta well below 1/N."
         )
     return delta

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from clipwise.distributed.ranks import reporting_failures
 from clipwise.engine import checkpoint, describe, fingerprint
 from clipwise.engine.context import StepContext
 from clipwise.engine.step import count_broken_step
-from clipwise.errors import CheckpointError, LedgerError, PrivacyWarning, StepError
+from clipwise.errors import CheckpointError, LedgerError, StepError, warn
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Sampling
 from clipwise.validation.arguments import plain
@@ -95,12 +94,10 @@ def _load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
         if context.scheme.sampling is Sampling.SHUFFLED:
             keys.slot = 0
         again = ledger.position - int(state["position"])
-        warnings.warn(
+        warn(
             "The run continues with a fresh secret: it was not stopped cleanly at this checkpoint, or its "
             "configuration, model, data or resume file has changed (load the model's state before this one)."
-            + (f" {again} releases after the checkpoint stay counted." if again else ""),
-            PrivacyWarning,
-            stacklevel=3,
+            + (f" {again} releases after the checkpoint stay counted." if again else "")
         )
     context.is_described, keys.is_new = False, is_new or not continues
     context.must_load, context.partial, context.in_step = False, None, False

@@ -6,11 +6,10 @@ released gradient, or a change that the user declared.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from clipwise.engine.plan import Plan
-from clipwise.errors import PrivacyWarning, StepError
+from clipwise.errors import StepError, warn
 from clipwise.validation import training_loop
 from clipwise.validation.model_state import ModelState
 from clipwise.validation.training_loop import ReleasedGradients
@@ -83,7 +82,7 @@ class VerifiedWeights:
         self.has_foreign_step |= is_foreign
         if warning is not None and warning not in self._warned:
             self._warned.add(warning)
-            warnings.warn(warning, PrivacyWarning, stacklevel=4)
+            warn(warning)
         self._is_own_step = not is_foreign and not self.state.changed_before_update()
 
     def after_user_step(self) -> bool:

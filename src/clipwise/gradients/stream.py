@@ -15,7 +15,6 @@ it; the pass returns the gradient of such a use.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from clipwise.errors import warn
 from clipwise.gradients import fallback, free_memory, selfcheck
 from clipwise.gradients.examples import Contribution, Parameters, Path, PerExampleGradients, joined, paths_in
 from clipwise.gradients.forms import Form, Written
@@ -278,11 +278,10 @@ class Stream:
         name = node_name(use.node)
         if name not in self._memory.fallbacks:
             self._memory.fallbacks.add(name)
-            warnings.warn(
+            warn(
                 f"{use.describe(self._graph.names)} has no rule: its per-example gradients come from one backward call "
                 "per example, which is exact but slow. clipwise.gradients.register can add a rule.",
                 FallbackWarning,
-                stacklevel=2,
             )
         return fallback.forms(use.node, use.shapes, outputs, layouts)
 

@@ -6,7 +6,6 @@ training loader, `loss.backward()`, and the closure that Lightning passes to `op
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
-from clipwise.errors import ConfigurationError, PrivacyWarning, StepError
+from clipwise.errors import ConfigurationError, StepError, warn
 from clipwise.integrations.data_loader import arguments_of
 from clipwise.integrations.loss_terms import LossTerms
 
@@ -129,11 +128,9 @@ class PrivateStrategy(SingleDeviceStrategy):
         names = sorted({value.meta.name for value in logged if value.meta.fx == "training_step"})
         if names and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"training_step logs {', '.join(names)}. Values of training batches are private, and the guarantee "
-                "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them.",
-                PrivacyWarning,
-                stacklevel=2,
+                "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them."
             )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

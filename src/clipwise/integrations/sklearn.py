@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise.clipping import PerExample
 from clipwise.engine.make_private import make_private
-from clipwise.errors import ConfigurationError, PrivacyWarning
+from clipwise.errors import ConfigurationError, warn
 
 Array = NDArray[Any]
 
@@ -173,11 +172,9 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         X, y = validate_data(self, X, y)
         check_classification_targets(y)
         if self.classes is None:
-            warnings.warn(
+            warn(
                 "The classes are taken from y. A class that only some rows have would reveal them: give classes=[...] "
-                "if the set of classes is not public.",
-                PrivacyWarning,
-                stacklevel=2,
+                "if the set of classes is not public."
             )
         self.classes_ = np.unique(y if self.classes is None else np.asarray(self.classes))
         if len(self.classes_) < 2:

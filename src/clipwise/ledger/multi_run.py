@@ -13,7 +13,6 @@ later run sets the order, and nothing else of that run does.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 from clipwise.accounting import calibrate
 from clipwise.accounting.accountants import epsilon_of as epsilon_by
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
-from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning
+from clipwise.errors import ConfigurationError, LedgerError, warn
 from clipwise.ledger.ledger import JSON, Ledger, Snapshot, read
 from clipwise.ledger.run_description import About
 from clipwise.privacy import Entry, Event, rounded_up
@@ -171,11 +170,9 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
     headers = [file.found.header for file in files]
     sizes = sorted({header["dataset_size"] for header in headers if "dataset_size" in header}, key=str)
     if len(sizes) > 1:
-        warnings.warn(
+        warn(
             f"the ledgers are of data sets of different sizes ({', '.join(map(str, sizes))} records). Only runs that "
-            "share records need to be counted together; all of them are counted here.",
-            PrivacyWarning,
-            stacklevel=2,
+            "share records need to be counted together; all of them are counted here."
         )
     return files
 

@@ -234,7 +234,7 @@ class PrivateLoader:
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
             parts = cut.of_rank(indices, self._rank, self._ranks)
-            check = _digest(indices) if self._ranks > 1 else 0
+            check = _digest(indices)
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)

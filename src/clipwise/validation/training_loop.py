@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary, ref
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
-from clipwise.errors import ConfigurationError, PrivacyWarning, StepError
+from clipwise.errors import ConfigurationError, StepError, warn
+from clipwise.gradients.own_part import own_part
 from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class ReleasedGradients:
         return CLEARED if self.is_unused and not is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        return {name: own_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
@@ -151,15 +151,6 @@ class ReleasedGradients:
         is_multiple = (factor > 0) & ((factor * before - after).abs() <= near).all()
         is_clamped = ((before.clamp(-most, most) - after).abs() <= near).all()
         return bool(is_multiple | is_clamped)
-
-
-def _local(t: Tensor) -> Tensor:
-    """The part of a gradient in this process. Operations on a whole DTensor would wait for other processes."""
-    if not hasattr(t, "to_local"):
-        return t
-    with torch.no_grad():
-        local: Tensor = t.to_local()
-    return local
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
@@ -197,10 +188,9 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
         if other.ledger is run.ledger:
             found = other if other.model is run.model else found
         elif other.ledger.position:
-            _warn(
+            warn(
                 f"Parameter {name!r} is trained by another private run that is still open. Their privacy losses add "
-                "up, and neither run counts the other: close the first one, or give both the same ledger.",
-                depth=7,
+                "up, and neither run counts the other: close the first one, or give both the same ledger."
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})
@@ -305,7 +295,7 @@ class LoopWarnings:
         for name, module in self._model.named_modules():
             if _is_random_in_training(module):
                 self._warned_of_mode = True
-                return _warn(
+                return warn(
                     f"The model is in .eval(), so layer {name!r} ({type(module).__name__}) drops nothing in training. "
                     "If .eval() is left over from an evaluation, call model.train() before the next step."
                 )
@@ -320,7 +310,7 @@ class LoopWarnings:
             return False
         self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
         if self.follows_metric:
-            _warn(
+            warn(
                 "The learning rate follows a metric (ReduceLROnPlateau). If that is a loss or an accuracy of the "
                 "private data, it is a release that is not accounted: use a metric of public data, or a scheduler "
                 "that only counts steps. The privacy statement reports it."
@@ -336,7 +326,7 @@ class LoopWarnings:
             return False
         self.draws = found
         if found == "seeded":
-            _warn(
+            warn(
                 "torch's generator was seeded by hand (torch.manual_seed), and the model has random layers, such as "
                 "dropout, that draw from it. The numbers of a record depend on the records before it in the batch. "
                 "With a known seed, the removal of one record is visible in the draws of others, and no clip bounds "
@@ -368,8 +358,3 @@ def _is_random_in_training(module: nn.Module) -> bool:
         return module.p > 0
     dropout = getattr(module, "dropout", 0)  # of recurrent and attention layers
     return isinstance(dropout, float) and dropout > 0
-
-
-def _warn(message: str, depth: int = 7) -> None:
-    """Warn at the line of the user's code, `depth` calls up."""
-    warnings.warn(message, PrivacyWarning, stacklevel=depth)

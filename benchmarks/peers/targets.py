@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.cell import Cell
-from benchmarks.methods import AUTO, COMPILED, FLOOR, REFERENCE, REWEIGHT
+from benchmarks.methods import AUTO, COMPILED, PLAIN_AND_NOISE, REFERENCE, REWEIGHT
 
 TIME, MEMORY = "time", "memory"
 
 
 @dataclass(frozen=True)
-class Bar:
+class Target:
     """A target: an upper limit on a ratio.
 
     Args:
@@ -40,22 +40,22 @@ class Bar:
 
 
 # Two backward passes that store nothing in between: slower, with hardly more memory than plain training.
-_REWEIGHT = (Bar(REWEIGHT, 1.45), Bar(REWEIGHT, 1.15, MEMORY))
+_REWEIGHT = (Target(REWEIGHT, 1.45), Target(REWEIGHT, 1.15, MEMORY))
 
 
-def bars(time: float, memory: float | None = None) -> tuple[Bar, ...]:
+def targets(time: float, memory: float | None = None) -> tuple[Target, ...]:
     """Targets relative to plain training, for eager and compiled steps. On the CPU memory has no target."""
     if memory is None:
-        return (Bar(AUTO, time), *_REWEIGHT)
-    return (Bar(AUTO, time), Bar(COMPILED, time), Bar(AUTO, memory, MEMORY), *_REWEIGHT)
+        return (Target(AUTO, time), *_REWEIGHT)
+    return (Target(AUTO, time), Target(COMPILED, time), Target(AUTO, memory, MEMORY), *_REWEIGHT)
 
 
-def floor_bars(time: float, memory: float | None = None) -> tuple[Bar, ...]:
+def targets_over_noise(time: float, memory: float | None = None) -> tuple[Target, ...]:
     """Targets for small networks, where noise is a large share: the eager step relative to non-private plus noise.
 
     On CUDA, where memory has a target, the compiled step must be faster than eager plain training.
     """
-    own: tuple[Bar, ...] = (Bar(AUTO, time, over=FLOOR),)
+    own: tuple[Target, ...] = (Target(AUTO, time, over=PLAIN_AND_NOISE),)
     if memory is not None:
-        own += (Bar(COMPILED, 1.0, below=True), Bar(AUTO, memory, MEMORY))
+        own += (Target(COMPILED, 1.0, below=True), Target(AUTO, memory, MEMORY))
     return own + _REWEIGHT
