@@ -50,7 +50,9 @@ def graphed_steps(workload: Workload) -> Iterator[Callable[[], None]]:
         graph.reset()
 
 
-def compiled_steps(workload: Workload, private: Private, settling: int, backend: str) -> Callable[[], None]:
+def compiled_steps(
+    workload: Workload, private: Private, settling: int, backend: str = "cudagraphs"
+) -> Callable[[], None]:
     """The graph of a private run, `private.compiled(loss, backend=...)`, replayed for each batch of its loader.
 
     If capturing fails, a run continues with eager steps. Those are another column, so here it is an error if there

@@ -541,6 +541,44 @@ def test_inductor_gives_the_sums_of_eager_steps(caplog: pytest.LogCaptureFixture
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+class Signed(nn.Module):
+    """Its positions have alternating signs: equal ones cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(torch.sigmoid(self.norm(self.a(x))))
+        return (h * (1 - 2.0 * (torch.arange(x.shape[1]) % 2))[:, None] * x[..., :1].exp()).flatten(1).sum(1)
+
+
+@pytest.mark.slow
+def test_inductor_bounds_an_example_whose_positions_cancel() -> None:
+    """The gradient that is measured is the one that is summed, also where it is rounding error alone."""
+    if not inductor.is_available("cpu"):
+        pytest.skip("needs a C++ compiler")
+    norm, model = 1e-3, Signed()
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 4, 4, generator=random)
+    _, private = private_run(model, sgd(model), TensorDataset(x), clipping=PerExample(norm), probe_independence=False)
+    next(iter(private.loader))
+    graph = TracedSum(private._context, model, 3, (x[:3],))
+    kept = 0
+    for i in range(36):
+        alike = x[i, :1].expand(4, 4).clone()
+        alike[:, 0] = 4.0 * (i % 5)  # scales the gradient of each position
+        alike[1:] += x[i, 1:] * (0.0, 1e-7, 1e-5, 1e-3)[i % 4]
+        graph.rows.fill((alike[None],), 1)
+        sums, rare = graph.run()
+        if not bool(rare):
+            kept += 1
+            found = float(torch.stack([t.double().square().sum() for t in sums.values()]).sum().sqrt())
+            assert found <= norm * (1 + 1e-4)
+    assert kept > 5
+
+
 @pytest.mark.slow
 def test_inductor_finds_a_step_that_it_compiled_before() -> None:
     if not inductor.is_available("cpu"):

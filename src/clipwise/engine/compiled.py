@@ -196,15 +196,16 @@ class CompiledStep:
             return  # empty, or a microbatch smaller than an earlier one: try again with the next batch
         if self._traces and self._traced is None and self._is_worthwhile():
             self._trace(batch)
-        if self._traced is not None:
-            if not self._traced.is_trusted:
-                return  # the next eager steps are compared with it
-            if not self._captures:
-                from clipwise.engine.traced_sum import TracedStep
-
-                self._captured = TracedStep(self._context, self._traced)
-        if self._captures and self._captured is None and not (self._traces and self._traced is None):
+            if self._traces and self._traced is None:
+                return  # it is tried again with the next batch
+        if self._traced is not None and not self._traced.is_trusted:
+            return  # the next eager steps are compared with it
+        if self._captures:
             self._capture(batch)
+        elif self._traced is not None:
+            from clipwise.engine.traced_sum import TracedStep
+
+            self._captured = TracedStep(self._context, self._traced)
 
     def _is_worthwhile(self) -> bool:
         """On a CPU, where compiling takes as long as many steps: whether the eager steps have taken as long."""
