@@ -592,7 +592,7 @@ def test_inductor_finds_a_step_that_it_compiled_before() -> None:
         next(iter(private.loader))
         TracedSum(private._context, loss_with(model), 6, data(6).tensors)
         hits.append(counters["inductor"]["fxgraph_cache_hit"])
-    assert hits[1] == 1
+    assert hits[1] >= 1
 
 
 def test_batch_needs_no_exactness_per_example() -> None:

@@ -59,13 +59,18 @@ def is_available(kind: str) -> bool:
 
 def compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
     """A compiled form of the graph, for inputs of these shapes. The first time takes up to minutes."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import compile as compile_graph  # imports a compiler
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     _log.info("Compiling the private step with Inductor. The first time this takes up to a few minutes.")
     begin = time.perf_counter()
     # Dropout then draws as in an eager step, so that both can be compared.
     options = _COMPUTED_ONCE | {"fallback_random": traced.is_random}
-    with torch.no_grad():
+    # Inductor's cache takes only graphs with a ShapeEnv. All shapes are constant.
+    shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch.no_grad(), tracing(TracingContext(shapes)):
         run: Run = compile_graph(traced.graph, [*inputs, *traced.lifted], options=options)
     _log.info("Compiled the private step in %.0f s.", time.perf_counter() - begin)
     return run
