@@ -43,7 +43,16 @@ $(FLOWER)/.installed: $(STAMP)
 	$(FLOWER)/bin/python -m pip install --disable-pip-version-check -q -c constraints-flower.txt flwr
 	touch $@
 
-test-integrations: $(STAMP) $(FLOWER)/.installed  ## frameworks, browser, notebooks, several processes
+# Tests of the report use the Chromium of the machine, or Debian's package where it is missing.
+CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+build/browser:
+	@mkdir -p build
+	@if [ -n "$(CHROMIUM)" ]; then touch $@; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends chromium && touch $@; \
+	else echo "The browser tests need Chromium: install the package chromium." >&2; fi
+
+test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, several processes
 	$(BIN)/python -m pytest -n auto -m integration
 	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
 

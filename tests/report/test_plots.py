@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from clipwise.accounting import accountants
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
-from clipwise.report import plots
+from clipwise.report import plots, series
 
 pytest.importorskip("matplotlib")
 
@@ -147,7 +147,7 @@ def test_first_steps_of_a_history(counts: list[int], data: st.DataObject) -> Non
     event = POISSON[0].event
     history = [Entry(event, count) for count in counts]
     steps = data.draw(st.integers(0, sum(counts)))
-    first = plots._first(history, steps)
+    first = series.first_steps(history, steps)
     assert sum(entry.count for entry in first) == steps
     assert all(a.count == b.count for a, b in zip(first[:-1], history, strict=False))
 

@@ -36,8 +36,7 @@ from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
 from clipwise.ledger.run_description import About
-from clipwise.optim.averaging import AveragedParameters
-from clipwise.optim.penalty import Penalty, require_penalty
+from clipwise.optim.averaging import AveragedParameters, Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
 from clipwise.sampling import DRAWN_BY_MICROBATCHES, ByUser, Fetcher, Partition, Scheme, make_scheme, microbatches_of
 from clipwise.sampling.augmentation import Views
@@ -217,6 +216,7 @@ def make_private(
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
+    held.require_planned(event, planned, epsilon, delta)
     given = (epsilon, delta, noise_multiplier, noise, planned, seed, type(optimizer))
     set_up.require_equal_arguments(ranks, strategy.describe(), event, parts, *given)
     if not ranks.is_first:

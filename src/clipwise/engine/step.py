@@ -26,9 +26,9 @@ from clipwise.distributed.ranks import digest_of, reporting_failures
 from clipwise.engine import describe
 from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
-from clipwise.gradients import opaque
+from clipwise.gradients.outline import explain
 from clipwise.ledger import crash_points, multi_run
-from clipwise.optim.penalty import add_penalty
+from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
@@ -116,7 +116,7 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
                 losses = observer.losses(context, piece, losses)
             clipped = context.clipper.sum_at_outputs(losses, outputs)
         except RuntimeError as error:
-            opaque.explain(error)
+            explain(error)
             raise
     return gather(context, piece, clipped)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from clipwise.accounting.composition import compose
 from clipwise.accounting.tradeoff import Tradeoff, of, profile
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Entry, rounded_up
+from clipwise.report.series import chosen_steps, first_steps
 
 # The file formats, and the metadata to leave out so that files are reproducible.
 METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
@@ -68,8 +68,8 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         path: the file, ending in .png or .svg.
     """
     with _picture(path, history) as (axes,):
-        steps = _chosen_steps(sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS)
-        prefixes = [compose(_first(history, n)) for n in steps]
+        steps = chosen_steps(sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS)
+        prefixes = [compose(first_steps(history, n)) for n in steps]
         for name in _compared(history):
             epsilons = _bounds(partial(accountants.composed_epsilon, delta=delta, accountant=name), prefixes)
             if epsilons:
@@ -179,21 +179,6 @@ def _is_schedule(history: Sequence[Entry]) -> bool:
 def _compared(history: Sequence[Entry]) -> list[str]:
     """The accountants to plot; PLD, which gives the guarantee, comes first."""
     return list(LINES)[:1] if _is_schedule(history) else list(LINES)
-
-
-def _chosen_steps(total: int, points: int) -> list[int]:
-    """Step numbers from 1 to the total, denser at the start, where epsilon is most curved."""
-    return sorted({1, *(max(1, round(total * (k / points) ** 2)) for k in range(1, points + 1))})
-
-
-def _first(history: Sequence[Entry], steps: int) -> list[Entry]:
-    """The first `steps` steps of a history."""
-    before = [0, *accumulate(entry.count for entry in history)]
-    return [
-        Entry(entry.event, min(entry.count, steps - start))
-        for entry, start in zip(history, before, strict=False)
-        if steps > start
-    ]
 
 
 def _bounds(bound: Callable[[Any], float], places: Sequence[Any]) -> list[float]:

@@ -1,0 +1,38 @@
+"""The checklist after NIST SP 800-226."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from clipwise.report.nist import checklist, nist
+from clipwise.report.record import RunRecord
+
+
+def test_every_layer_has_items_for_the_run_and_for_a_person(record: RunRecord) -> None:
+    items = checklist(record)
+    layers = list(dict.fromkeys(item.layer for item in items))
+    assert len(layers) == 5 and layers[0] == "Guarantee" and "Collection" in layers[-1]
+    assert any(item.answer is None for item in items) and any(item.answer for item in items)
+    assert len({item.question for item in items}) == len(items)
+
+
+def test_ticks(record: RunRecord) -> None:
+    text = nist(record)
+    assert "- [x] **What is the unit of privacy?** One record." in text
+    assert "- [ ] **Does one record hold all data of one person?**" in text
+    assert "- [ ] **Was the implementation attacked?**" in text
+    failed = nist(replace(record, audit={"ok": False}))
+    assert "**Was the implementation attacked?** Yes; the audit FAILED." in failed
+
+
+def test_a_large_delta_is_criticised(record: RunRecord) -> None:
+    assert record.training is not None
+    loose = replace(record, training=replace(record.training, spent=replace(record.training.spent, delta=0.05)))
+    (item,) = [item for item in checklist(loose) if "delta" in item.question]
+    assert item.answer and item.answer.startswith("No:")
+
+
+def test_a_run_without_guarantee(not_private: Path) -> None:
+    text = nist(RunRecord.read(not_private))
+    assert "**No privacy guarantee.**" in text.split("##")[0]
