@@ -170,7 +170,7 @@ def padded_rows(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """`clipped_rows` for rows of which some are padding, without waiting for the device.
 
-    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is not valid.
+    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
     """
     is_coupled, size = context.strategy.is_coupled, len(real_B)
     with context.clipper.putting_aside() as aside:

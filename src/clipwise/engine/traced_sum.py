@@ -2,8 +2,8 @@
 
 The graph holds forward, backward, norms, weights and weighted sums (tracing.py). It is a graph for one size: smaller
 pieces are padded with rows of weight 0, larger ones are cut. Before it is used, its sums are compared with those of
-eager steps on batches other than the one it was traced for. A rare case (gradients/precision.py) is found by a flag that the
-graph returns: then the piece is gathered again eagerly, before anything is charged.
+eager steps on batches other than the one it was traced for. A rare case (gradients/precision.py) is found by a flag
+that the graph returns: then the piece is gathered again eagerly, before anything is charged.
 """
 
 from __future__ import annotations
