@@ -292,9 +292,10 @@ def _can_capture(device: torch.device) -> bool:
 
 
 def _can_compile(device: torch.device) -> bool:
+    """Whether "auto" compiles. On CUDA it captures: there Inductor's form is not measured yet and must be asked for."""
     from clipwise.engine import inductor
 
-    return inductor.is_available(device.type)
+    return device.type != "cuda" and inductor.is_available(device.type)
 
 
 def _piece_size(context: StepContext) -> int:

@@ -137,9 +137,10 @@ class Private:
 
         A batch that is a mapping is one argument: `step(batch)` in place of `step(loss(batch))`.
 
-        After the first few steps, forward, backward and clipping are traced into one graph, which Inductor compiles. On
-        CUDA a CUDA graph replays it, as well as noise and update. What cannot be traced is captured as it is, and what
-        cannot be captured takes eager steps; a warning gives the reason. The result is the same up to rounding.
+        On a CPU, forward, backward and clipping are traced into one graph, which Inductor compiles. On CUDA the
+        operations of a step are captured in CUDA graphs, with noise and update; `backend="inductor"` compiles them
+        first. What cannot be traced is captured as it is, and what cannot be captured takes eager steps; a warning
+        gives the reason. The result is the same up to rounding.
 
         Args:
             loss: a function from a batch of `loader`, `loss(*batch)`, to one loss per example. It must do the same at
@@ -148,9 +149,9 @@ class Private:
             size: the number of examples of a compiled step. A larger batch is cut into pieces; a smaller one is padded
                 with rows of weight 0. By default the batch size where it is constant, else the expected batch size
                 plus 3 standard deviations. Microbatches of `Batch` are never cut.
-            backend: "auto"; "inductor": compile at once, also on a CPU ("auto" compiles there once eager steps have
-                taken a minute, and keeps what is faster); "cudagraphs": capture eager operations in CUDA graphs,
-                without Inductor; "aot_eager": trace, and run the traced operations one by one (for debugging); "eager".
+            backend: "auto": capture on CUDA; on a CPU, compile once eager steps have taken a minute, and keep what is
+                faster. "inductor": compile at once, on a CPU or on CUDA, where it is not measured yet. "cudagraphs":
+                capture eager operations in CUDA graphs, without Inductor. "aot_eager": trace, and run the traced operations one by one (for debugging); "eager".
         """
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss
