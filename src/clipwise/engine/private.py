@@ -151,7 +151,8 @@ class Private:
                 plus 3 standard deviations. Microbatches of `Batch` are never cut.
             backend: "auto": capture on CUDA; on a CPU, compile once eager steps have taken a minute, and keep what is
                 faster. "inductor": compile at once, on a CPU or on CUDA, where it is not measured yet. "cudagraphs":
-                capture eager operations in CUDA graphs, without Inductor. "aot_eager": trace, and run the traced operations one by one (for debugging); "eager".
+                capture eager operations in CUDA graphs, without Inductor. "aot_eager": trace, and run the traced
+                operations one by one (for debugging). "eager": compile nothing.
         """
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss
