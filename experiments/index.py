@@ -38,9 +38,12 @@ SCRIPTS = {
         "experiments.lip_dp_sgd.tightness", "how far certified bounds are above true gradients"
     ),
     "lip-dp-sgd/tune": Command("experiments.lip_dp_sgd.tune", "tune a named data set over the paper's space"),
+    "recipes/tables": Command("experiments.recipes.tables", "defaults of clipwise train on tables"),
     "noised-statistics": Command(
         "experiments.noised_statistics.table", "what noised running statistics are worth on MNIST"
     ),
+    "recipes/images": Command("experiments.recipes.images", "defaults of clipwise train for images"),
+    "recipes/texts": Command("experiments.recipes.texts", "defaults of clipwise train for texts"),
 }
 
 

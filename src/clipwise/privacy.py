@@ -114,6 +114,10 @@ def require_supported(sampling: Sampling, adjacency: Adjacency) -> None:
         )
 
 
+# What a release is for; "" is a step of a training.
+PURPOSES = ("", "preparation", "evaluation")
+
+
 @dataclass(frozen=True)
 class Event:
     """One private step: a Gaussian mechanism on the sum over one sampled batch.
@@ -127,7 +131,11 @@ class Event:
             noise and an infinite epsilon.
         sample_rate: the probability that a given unit is in the batch; 1 / period for SHUFFLED, 1 for FULL.
         period: for SHUFFLED, the number of steps in which each unit is used exactly once; else 1.
-        excess: for TRUNCATED_POISSON, the probability that more units are drawn than the limit; else 0.
+        excess: a probability with which the step is not this Gaussian mechanism; else 0. For TRUNCATED_POISSON, that
+            more units are drawn than the limit. For FULL, that the release of one data set shows a value that only
+            this unit has (a stability threshold, `recipes/counts.py`).
+        purpose: what is released if it is no step of a training: "preparation" (noised counts that an encoding is made
+            from) or "evaluation" (noised figures of accuracy); else "". It does not change the cost.
     """
 
     sampling: Sampling
@@ -137,6 +145,7 @@ class Event:
     sample_rate: float
     period: int = 1
     excess: float = 0.0
+    purpose: str = ""
 
     def __post_init__(self) -> None:
         require_supported(self.sampling, self.adjacency)
@@ -148,15 +157,21 @@ class Event:
             raise ConfigurationError("period must be at least 1, and is 1 unless sampling is 'shuffled'.")
         if self.sampling is Sampling.FULL and self.sample_rate != 1:
             raise ConfigurationError("sampling='full' uses every unit in every step: sample_rate must be 1.")
+        if self.purpose not in PURPOSES:
+            raise ConfigurationError(f"purpose must be one of {', '.join(map(repr, PURPOSES))}, not {self.purpose!r}.")
         if not 0 <= self.excess <= 1:
             raise ConfigurationError("excess is a probability and must lie in [0, 1].")
-        if self.excess > 0 and self.sampling is not Sampling.TRUNCATED_POISSON:
-            raise ConfigurationError("excess must be 0 unless sampling is 'truncated-poisson'.")
+        if self.excess > 0 and self.sampling not in (Sampling.TRUNCATED_POISSON, Sampling.FULL):
+            raise ConfigurationError("excess must be 0 unless sampling is 'truncated-poisson' or 'full'.")
+        if self.excess > 0 and self.sampling is Sampling.FULL and self.adjacency is not Adjacency.ZERO_OUT:
+            raise ConfigurationError("excess with sampling='full' needs adjacency='zero-out'.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The event in JSON types; an excess of 0 is omitted."""
+        """The event in JSON types; an excess of 0 and an empty purpose are omitted."""
         return {
-            key: str(v) if isinstance(v, Enum) else v for key, v in asdict(self).items() if key != "excess" or v > 0
+            key: str(v) if isinstance(v, Enum) else v
+            for key, v in asdict(self).items()
+            if key not in ("excess", "purpose") or v
         }
 
     @classmethod
@@ -170,6 +185,7 @@ class Event:
             sample_rate=float(data["sample_rate"]),
             period=int(data["period"]),
             excess=float(data.get("excess", 0.0)),
+            purpose=str(data.get("purpose", "")),
         )
 
 

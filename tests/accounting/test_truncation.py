@@ -10,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from clipwise.accounting import accountants, gaussian, truncation
+from clipwise.accounting import accountants, calibrate, gaussian, repeat, truncation
+from clipwise.accounting.composition import compose
+from clipwise.accounting.filter import Filter, best_order, epsilon_at
+from clipwise.accounting.tradeoff import of as tradeoff_of
+from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 
 
@@ -120,3 +124,63 @@ def test_truncation_adds_up_over_a_history(entry: Callable[..., Entry]) -> None:
     assert accountants.epsilon_of(none, 1e-5) == accountants.epsilon_of(plain, 1e-5)
     always = [Entry(Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1.0, 1, 1.0), 1)]
     assert accountants.epsilon_of(always, 1e-5) == math.inf and accountants.delta_of(always, 1.0) == 1
+
+
+def full(z: float, failure: float) -> Event:
+    return Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, z, 1.0, excess=failure)
+
+
+def exact_delta_with_failure(epsilon: float, mu: float, failure: float) -> float:
+    """Both directions for (1 - F) N(mu, 1) + F (elsewhere) against N(0, 1)."""
+    shift = math.log1p(-failure)
+    forwards = failure + (1 - failure) * gaussian.delta(epsilon - shift, mu)
+    backwards = stats.norm.cdf(mu / 2 - (epsilon + shift) / mu) - math.exp(epsilon + shift) * stats.norm.cdf(
+        -mu / 2 - (epsilon + shift) / mu
+    )
+    return max(forwards, float(backwards))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0.05, 3), st.floats(0, 5), st.floats(-10, -0.5))
+def test_a_failing_release_costs_its_closed_form(mu: float, epsilon: float, log_failure: float) -> None:
+    failure = 10**log_failure
+    found = accountants.delta_of([Entry(full(1 / mu, failure), 1)], epsilon)
+    exact = exact_delta_with_failure(epsilon, mu, failure)
+    assert exact <= found * (1 + 1e-9)
+    assert found <= exact + failure / (1 - failure) + 1e-12
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp", "zcdp", "gdp", "dp-accounting"])
+def test_every_accountant_takes_failures_from_delta(accountant: str) -> None:
+    history = [Entry(full(3.0, 1e-6), 2)]
+    failing = accountants.epsilon_of(history, 1e-5, accountant)
+    never = [Entry(full(3.0, 0.0), 2)]
+    cost = 2e-6 / (1 - 2e-6)
+    assert accountants.epsilon_of(never, 1e-5 - cost, accountant) <= failing
+    assert failing <= accountants.epsilon_of(never, (1e-5 - cost) * (1 - 1e-6), accountant) * (1 + 1e-5)
+    assert accountants.epsilon_of(history, 1.9e-6, accountant) == math.inf
+    added = accountants.delta_of(history, 1.0, accountant) - accountants.delta_of(never, 1.0, accountant)
+    assert added == pytest.approx(cost, rel=1e-6)
+
+
+def test_failures_are_in_the_tradeoff_the_filter_and_the_search() -> None:
+    history = [Entry(full(3.0, 1e-3), 1)]
+    assert tradeoff_of(history)(0.0) <= 1 - 1e-3
+    assert tradeoff_of(history).delta(2.0) >= exact_delta_with_failure(2.0, 1 / 3, 1e-3)
+    order = best_order(history[0], 1e-5)
+    assert math.isfinite(epsilon_at(order, [Entry(full(3.0, 9e-9), 1)], 1e-5))
+    assert epsilon_at(order, [Entry(full(3.0, 2e-8), 1)], 1e-5) == math.inf  # beyond the share of delta that is kept
+    with pytest.raises(ConfigurationError, match="truncate its batch or fail"):
+        Filter(1.0, 1e-5, order=order).charge(full(30.0, 1e-12))
+    allowed = Filter(1.0, 1e-5, plan=[Entry(full(30.0, 1e-10), 1)])
+    allowed.charge(full(30.0, 1e-10))
+    assert not allowed.allows(full(30.0, 1e-8))
+    searched = [repeat.epsilon(compose([Entry(full(3.0, f), 1)]), 1e-2, repeat.Repetitions(2.0)) for f in (0.0, 1e-3)]
+    assert searched[0] < searched[1]
+
+
+def test_noise_is_calibrated_beside_failures() -> None:
+    z = calibrate.smallest_noise(full(1.0, 1e-6), 1, 1.0, 1e-5)
+    assert accountants.epsilon_of([Entry(full(z, 1e-6), 1)], 1e-5) <= 1
+    with pytest.raises(ConfigurationError, match="delta=1e-05 is too small for releases that fail"):
+        calibrate.smallest_noise(full(1.0, 1e-5), 1, 1.0, 1e-5)

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from clipwise import PerExample, Quantile, augment, distributed, make_private
 from clipwise.distributed.tensor_parallel import is_split
 from clipwise.errors import StepError
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 from tests.distributed import jobs
 from tests.distributed.test_noise import require_standard, require_uncorrelated
 from tests.distributed.world import World, world

@@ -1,8 +1,8 @@
-"""Computes epsilon or delta of a history: composes it, calls an accountant, adds the cost of truncated batches.
+"""Computes epsilon or delta of a history: composes it, calls an accountant, adds the cost of rare events.
 
 An accountant is a module with `epsilon(total, delta)` and `delta(total, epsilon)` on a `Composition`. It bounds
-all steps as if no batch had been truncated, or refuses them. To add one, write the module and list it in
-`ACCOUNTANTS`.
+all steps as if no batch had been truncated and no release had failed, or refuses them. To add one, write the module
+and list it in `ACCOUNTANTS`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def delta_of(history: Sequence[Entry], epsilon: float, accountant: str = "pld") 
 def composed_epsilon(total: Composition, delta: float, accountant: str = "pld") -> float:
     """`epsilon_of` for a composed history."""
     module = _named(accountant)
-    return truncation.epsilon(lambda d: float(module.epsilon(total, d)), delta, total.excess)
+    return truncation.epsilon(lambda d: float(module.epsilon(total, d)), delta, total.excess, total.failure)
 
 
 def composed_delta(total: Composition, epsilon: float, accountant: str = "pld") -> float:
     """`delta_of` for a composed history."""
     untruncated = float(_named(accountant).delta(total, epsilon))
-    return min(1.0, untruncated + truncation.added_delta(epsilon, total.excess))
+    return min(1.0, untruncated + truncation.added_delta(epsilon, total.excess, total.failure))
 
 
 def _named(accountant: str) -> Any:

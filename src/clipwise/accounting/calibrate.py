@@ -27,20 +27,26 @@ SEARCHABLE = (Sampling.POISSON, Sampling.FIXED_SIZE, Sampling.PARTITION)
 SMALLEST_RATE = 1e-9
 
 
-def smallest_noise(event: Event, steps: int, epsilon: float, delta: float) -> float:
+def smallest_noise(event: Event, steps: int, epsilon: float, delta: float, beside: Sequence[Entry] = ()) -> float:
     """The smallest noise multiplier with which `steps` events like `event` are (epsilon, delta)-private.
 
-    The noise multiplier of `event` itself does not matter.
+    The noise multiplier of `event` itself does not matter. The releases in `beside`, also fixed in advance, are part of
+    the same guarantee.
     """
     steps, delta = count("steps", steps), probability("delta", delta)
     epsilon = number("epsilon", epsilon, above=0)
-    truncation.require_feasible(epsilon, delta, steps * event.excess)
+    once = compose([Entry(event, 1)])
+    truncation.require_feasible(epsilon, delta, steps * once.excess, steps * once.failure)
     if steps == 0:
         return 0.0
 
     def cost(z: float) -> float:
-        return epsilon_of([Entry(replace(event, noise_multiplier=z), steps)], delta)
+        return epsilon_of([*beside, Entry(replace(event, noise_multiplier=z), steps)], delta)
 
+    if beside and cost(LARGEST_NOISE) > epsilon:
+        raise ConfigurationError(
+            f"epsilon={epsilon:g} at delta={delta:g} leaves nothing for the steps: the other releases use it up."
+        )
     return _least_noise(cost, epsilon, _guess(event, steps, gaussian.largest_mu(epsilon, delta)))
 
 

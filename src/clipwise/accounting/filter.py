@@ -20,7 +20,7 @@ from clipwise.errors import BudgetExhausted, ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.validation.arguments import number
 
-# The share of delta kept for truncated batches, if the plan has some.
+# The share of delta kept for truncated batches and releases that fail, if the plan has some.
 FOR_CUTS = 1e-3
 
 
@@ -103,7 +103,7 @@ class Filter:
         """
         if event.excess > 0 and self._most_excess == 0:
             raise ConfigurationError(
-                "The step may truncate its batch, and the filter's plan has no such step: give one that has."
+                "The step may truncate its batch or fail, and the filter's plan has no such step: give one that has."
             )
         if not self.allows(event, count):
             raise BudgetExhausted(
@@ -140,17 +140,18 @@ class Filter:
         return total * (1 + rdp.SLACK) + float(self._conversion[self._place])
 
     def _cuts(self, event: Event, count: int) -> float:
+        # A release that fails costs less than a truncated batch, (1 + e^epsilon) X, and counts as one.
         if event.excess == 0:
             return self._excess
         return (self._excess + count * event.excess) * (1 + 2.0**-50)
 
 
 def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
-    """The epsilon of a filter at this order that a history has used up, with 0.1% of delta kept for truncated batches.
+    """The epsilon of a filter at this order that a history has used up, with 0.1% of delta kept for rare events.
 
     It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. Entries
-    are not merged. Truncation is bounded at `budget`, the epsilon that must not be exceeded, if given; infinity if
-    batches are truncated more often than the kept share of delta allows.
+    are not merged. The cost of truncation is bounded at `budget`, the epsilon that must not be exceeded, if given;
+    infinity if batches are truncated, or releases fail, more often than the kept share of delta allows.
     """
     total = compose(history)
     if total.is_empty:
@@ -158,7 +159,7 @@ def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: 
     place = _place_of(order)
     divergence = float(rdp.divergences(total)[place]) * (1 + rdp.SLACK)
     found = max(0.0, divergence + conversion_at(order, delta))
-    cut = truncation.added_delta(found if budget is None else max(found, budget), total.excess)
+    cut = truncation.added_delta(found if budget is None else max(found, budget), total.excess, total.failure)
     return found if cut <= FOR_CUTS * delta else math.inf
 
 

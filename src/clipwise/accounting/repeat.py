@@ -124,12 +124,13 @@ class Repetitions:
 def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float:
     """An upper bound on epsilon at delta of a search in which every run costs `total`.
 
-    Batches are truncated in any of the runs with probability at most E[K] X.
+    Batches are truncated, or releases fail, in any of the runs with probability at most E[K] X. Which run is released
+    depends on all of them, so a failure counts like a truncation: it may change the release of either data set.
     """
     if total.is_empty:
         return 0.0
     uncut = repetitions.divergences(rdp.divergences(total), lambda losses: pld.profile(total, losses))
-    excess = repetitions.mean * total.excess
+    excess = repetitions.mean * (total.excess + total.failure)
     return truncation.epsilon(lambda d: rdp.epsilon_from(uncut, d), delta, excess)
 
 

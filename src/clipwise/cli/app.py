@@ -13,11 +13,16 @@ from clipwise.cli.audit import audit
 from clipwise.cli.check import check
 from clipwise.cli.demo import demo
 from clipwise.cli.epsilon import epsilon
+from clipwise.cli.evaluate import evaluate
+from clipwise.cli.export import export
 from clipwise.cli.noise import noise
 from clipwise.cli.output import remark, say
+from clipwise.cli.predict import predict
 from clipwise.cli.report import report
+from clipwise.cli.schema import schema
 from clipwise.cli.statement import statement
 from clipwise.cli.tradeoff import tradeoff
+from clipwise.cli.train import train
 from clipwise.cli.tune import tune
 from clipwise.errors import ClipwiseError
 
@@ -62,5 +67,8 @@ def main(
     """
 
 
-for command in (demo, epsilon, noise, tradeoff, statement, report, check, audit, tune):
+for command in (
+    *(demo, train, predict, evaluate, export, report, schema),
+    *(statement, epsilon, noise, tradeoff, check, audit, tune),
+):
     app.command()(command)

@@ -14,17 +14,15 @@ from torch import Tensor
 
 from clipwise.clipping.base import Clipper, Parameters, Site, Split, require_records
 from clipwise.clipping.contrib.sparse import Sparse, active_only
-from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
-from clipwise.clipping.thresholds import MaxNorm
+from clipwise.clipping.thresholds import Groups, MaxNorm, Policy
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping
 from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.own_part import own_part
-from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic, PutAside, chosen_arithmetic
+from clipwise.gradients.real_views import own_part
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from clipwise.distributed import sums
 from clipwise.distributed.layouts import Layout, Parameters
 from clipwise.distributed.ranks import Ranks
-from clipwise.gradients.own_part import own_part
-from clipwise.noise.by_shard import Span, noised_shards
+from clipwise.distributed.shard_noise import Span, noised_shards
+from clipwise.gradients.real_views import own_part
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part
 

@@ -28,7 +28,7 @@ from clipwise.distributed.dtensors import DTensorLayout, span_of
 from clipwise.distributed.layouts import Parameters
 from clipwise.distributed.ranks import OneRank
 from clipwise.errors import ConfigurationError
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 
 
 class Sharded(DTensorLayout):

@@ -30,7 +30,7 @@ from clipwise.distributed.dtensors import DTensorLayout, span_of
 from clipwise.distributed.layouts import Parameters
 from clipwise.distributed.ranks import Ranks
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 from clipwise.validation.inventory import checksums
 
 

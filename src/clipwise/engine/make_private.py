@@ -36,8 +36,7 @@ from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
 from clipwise.ledger.run_description import About
-from clipwise.optim.averaging import AveragedParameters
-from clipwise.optim.penalty import Penalty, require_penalty
+from clipwise.optim.averaging import AveragedParameters, Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
 from clipwise.sampling import DRAWN_BY_MICROBATCHES, ByUser, Fetcher, Partition, Scheme, make_scheme, microbatches_of
 from clipwise.sampling.augmentation import Views
@@ -45,6 +44,7 @@ from clipwise.validation import step_inputs
 from clipwise.validation.arguments import number, plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import changed_since_last_run, require_process_group
+from clipwise.validation.uncompiled import uncompiled
 
 
 def _views_name(value: object) -> str:
@@ -156,6 +156,8 @@ def make_private(
     if rank_timeout is not None:
         rank_timeout = number("rank_timeout", rank_timeout, above=0)
     ranks = ranks_of_process(rank_timeout)
+    if isinstance(model, nn.Module) and not (isinstance(clipping, Strategy) and clipping.is_coupled):
+        model = uncompiled(model)
     layout = layout_of(model, optimizer, ranks)
     model = layout.model
     set_up.require_equal_model(ranks, model)
@@ -214,6 +216,7 @@ def make_private(
     # Rounding in the split must not make the event better than the noise that is drawn.
     event = draws.event(min(z, effective_multiplier(parts)))
     held.require_fitting(event, epsilon, delta)
+    held.require_planned(event, planned, epsilon, delta)
     given = (epsilon, delta, noise_multiplier, noise, planned, seed, type(optimizer))
     set_up.require_equal_arguments(ranks, strategy.describe(), event, parts, *given)
     if not ranks.is_first:

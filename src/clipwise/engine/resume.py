@@ -220,7 +220,8 @@ def _take_tag(context: StepContext, state: Mapping[str, Any]) -> int:
     ledger = context.ledger
     older = state["run"] if ledger.run != state["run"] else ledger.untagged
     tag = str(state.get("tag", older))
-    is_same = all(entry.event == context.event for entry in ledger.history() if entry.run == tag)
+    mine = [entry for entry in ledger.history() if entry.run == tag and not entry.event.purpose]
+    is_same = all(entry.event == context.event for entry in mine)
     if tag != context.tag and is_same and ledger.enter(tag, context):
         ledger.leave(context.tag, context)
         context.tag, context.is_described = tag, False

@@ -26,9 +26,9 @@ from clipwise.distributed.ranks import digest_of, reporting_failures
 from clipwise.engine import describe
 from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
-from clipwise.gradients import opaque
+from clipwise.gradients.outline import explain
 from clipwise.ledger import crash_points, multi_run
-from clipwise.optim.penalty import add_penalty
+from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
@@ -116,7 +116,7 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
                 losses = observer.losses(context, piece, losses)
             clipped = context.clipper.sum_at_outputs(losses, outputs)
         except RuntimeError as error:
-            opaque.explain(error)
+            explain(error)
             raise
     return gather(context, piece, clipped)
 
@@ -163,6 +163,20 @@ def clipped_rows(
     losses = over_views(context, loss(*rows), size)
     losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
     return context.clipper.clipped_sum(losses)
+
+
+def padded_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], real_B: Tensor
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`clipped_rows` for rows of which some are padding, without waiting for the device.
+
+    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
+    """
+    is_coupled, size = context.strategy.is_coupled, len(real_B)
+    with context.clipper.putting_aside() as aside:
+        losses = step_inputs.require_losses(over_views(context, loss(*rows), size), size, is_coupled)
+        clipped = context.clipper.clipped_sum(losses, None if is_coupled else real_B)
+    return clipped, aside.happened()
 
 
 def begin(context: StepContext, piece: Piece) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.examples import Parameters, PerExampleGradients
-from clipwise.gradients.own_part import own_part_of_gradient
+from clipwise.gradients.real_views import own_part_of_gradient
 from clipwise.gradients.walk import walk
 
 _CHUNK_BYTES = 256 * 2**20  # gradients returned by one batched backward pass

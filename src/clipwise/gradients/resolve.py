@@ -17,11 +17,11 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
-from clipwise.gradients.operations import LOOKUPS, ROW_MOVERS
-from clipwise.gradients.outline import Outline, Plan
+from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
+from clipwise.kernels.tracing import is_tracing
 
 Place = tuple[int, int]  # index and output of a use
 
@@ -149,7 +149,7 @@ class Resolver:
 
     def _watch_growth(self, graph: Graph) -> None:
         """Raise if a tensor classified as DERIVED grows with the batch."""
-        if not graph.plan.taken_for_derived:
+        if is_tracing() or not graph.plan.taken_for_derived:  # a trace is for one size, and its tensors have no values
             return
         growths = self.growths.setdefault(graph.outline, {})
         for index in graph.plan.taken_for_derived:
@@ -176,9 +176,10 @@ class Resolver:
         finding = self.findings.get(graph.outline)
         if graph.outline.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
-        finding.used += 1
-        if finding.used % _PROBE_AGAIN_AFTER == 0:
-            return None
+        if not is_tracing():
+            finding.used += 1
+            if finding.used % _PROBE_AGAIN_AFTER == 0:
+                return None
         if not graph.uses or graph.plan is not finding.plan:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
@@ -197,6 +198,13 @@ class Resolver:
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
+        if is_tracing():
+            raise UnsupportedModelError(
+                "the layout of the examples is measured in every batch, because the data can move rows (an index, a "
+                "sort, a gather)"
+                if graph.outline.moves_rows
+                else "the graph of the losses is not one of those of the steps before"
+            )
         prober = Prober(graph)
         carries_data: dict[int, bool] = {}
         dead: set[int] = set()  # any answer is right on this batch, and none is stored

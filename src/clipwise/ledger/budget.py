@@ -14,8 +14,8 @@ from clipwise.privacy import Entry, Event
 class PrivacyBudget:
     """(epsilon, delta) for all releases of a ledger, of every run.
 
-    A single run is accounted by PLD. Several runs, which may have been configured adaptively, are accounted by the
-    Renyi filter (multi_run.py).
+    A single run, with the preparation of its data, is accounted by PLD. Several runs, which may have been configured
+    adaptively, are accounted by the Renyi filter (multi_run.py).
 
     Args:
         epsilon: the budget.
@@ -33,9 +33,14 @@ class PrivacyBudget:
             plan = plan or multi_run.late_plan(self.epsilon, self.delta)
             spent = multi_run.epsilon_of(history, self.delta, multi_run.FILTER, plan, self.epsilon)
             return spent <= self.epsilon
-        event = history[-1].event
-        passes = sum(_passes(entry.count, entry.event) for entry in history)
-        return passes <= _passes(self.planned, event) or passes <= self._most_passes(event)
+        # The planned steps fit beside the preparation of the data: planned_run.py has verified it.
+        preparation = [entry for entry in history if entry.event.purpose]
+        steps = [entry for entry in history if not entry.event.purpose]
+        if not steps:
+            return accounting.epsilon_of(preparation, self.delta) <= self.epsilon
+        event = steps[-1].event
+        passes = sum(_passes(entry.count, entry.event) for entry in steps)
+        return passes <= _passes(self.planned, event) or passes <= self._most_passes(event, preparation)
 
     def refuse(self, history: Sequence[Entry]) -> NoReturn:
         """Raise BudgetExhausted for a history with one release too many."""
@@ -46,10 +51,10 @@ class PrivacyBudget:
             f"{shared if multi_run.is_shared(history) else ''}"
         )
 
-    def _most_passes(self, event: Event) -> int:
+    def _most_passes(self, event: Event, preparation: Sequence[Entry]) -> int:
         """The most participations of a unit. The noise is rounded up, so slightly more than planned may fit."""
         if self._most is None:
-            steps = accounting.steps_within([], event, self.epsilon, self.delta, 2 * self.planned)
+            steps = accounting.steps_within(preparation, event, self.epsilon, self.delta, 2 * self.planned)
             self._most = _passes(steps, event)
         return self._most
 

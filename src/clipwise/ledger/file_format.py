@@ -174,6 +174,7 @@ class LedgerState:
             case "join":
                 self._joined += 1
                 self.header, self.untagged = record["header"], f"{self.run}.{self._joined}"
+                self._forget_planned_run()
             case "import":
                 self._import(record)
             case "about":  # a description never changes counts
@@ -206,10 +207,18 @@ class LedgerState:
             self._part(run)
             self._verified[run] = True  # a checkpoint is loaded into a model that holds its weights
         self.plan = record["plan"]
+        self._forget_planned_run()
+
+    def _forget_planned_run(self) -> None:
+        """Keep the plan for the filter only: the ledger holds more than the run that it names."""
+        if self.plan is not None:
+            self.plan = {name: value for name, value in self.plan.items() if name != "run"}
 
     def _describe(self, about: Record) -> None:
         if self.plan is None and (about.get("budget") or (about.get("planned") and not self.total)):
             self.plan = {name: about.get(name) for name in PLAN} | {"late": self.total > 0}
+            if about.get("event") and not self.total:
+                self.plan |= {"event": about["event"], "run": about["run"]}
         self.about.append(about)
 
     def _define(self, event: Event) -> Event:

@@ -357,11 +357,6 @@ class FileLedger(Ledger):
             self._file.close()
             raise
 
-    @property
-    def header(self) -> Mapping[str, JSON]:
-        """The public configuration in the file; the latest one if runs have joined."""
-        return self._state.header
-
     def require_in_place(self) -> None:
         """Raise LedgerError if the path no longer names the open file, or if the file has become shorter."""
         length, there = self._length, None  # the length first: another thread may be writing

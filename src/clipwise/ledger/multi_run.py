@@ -23,6 +23,7 @@ from clipwise.accounting.accountants import epsilon_of as epsilon_by
 from clipwise.accounting.filter import best_order, epsilon_at, order_for_budget
 from clipwise.errors import ConfigurationError, LedgerError, warn
 from clipwise.ledger.ledger import JSON, Ledger, Snapshot, read
+from clipwise.ledger.planned_run import PlannedRun
 from clipwise.ledger.run_description import About
 from clipwise.privacy import Entry, Event, rounded_up
 
@@ -52,7 +53,8 @@ def assumption_of(history: Sequence[Entry], accountant: str) -> str:
 
 def order_of(history: Sequence[Entry], plan: Mapping[str, Any] | None) -> float:
     """The order of the filter, from the first event and `Ledger.plan`. Missing values are replaced by constants."""
-    plan, event = plan or {}, history[0].event
+    plan = plan or {}
+    event = Event.from_dict(plan["event"]) if plan.get("event") else history[0].event
     delta, budget = plan.get("delta") or DEFAULT_DELTA, plan.get("budget")
     if budget is not None and plan.get("late"):
         return order_for_budget(budget, delta)
@@ -94,6 +96,16 @@ class Held:
     plan: Mapping[str, Any] | None = None
     continues: bool = False
 
+    @property
+    def planned(self) -> PlannedRun | None:
+        """The run of the ledger, if it was planned before a preparation of its data."""
+        return PlannedRun.of(self.plan)
+
+    def require_planned(self, event: Event, steps: int | None, epsilon: float | None, delta: float) -> None:
+        """Raise if the run was planned before its data were prepared, with other settings than these."""
+        if self.planned is not None:
+            self.planned.require(event, steps, epsilon, delta, self.history)
+
     def require_fitting(self, event: Event, epsilon: float | None, delta: float) -> None:
         """Raise if the releases of a new run cannot be composed with those in the ledger."""
         if self.continues or not self.history:
@@ -117,6 +129,8 @@ class Held:
 
         None if the ledger does not affect it. A run that continues with the same plan keeps its noise.
         """
+        if self.planned is not None:
+            return self.planned.event.noise_multiplier
         if not self.history:
             return None
         if self.continues:
@@ -140,7 +154,11 @@ class Held:
     def _noise_before(self, event: Event, steps: int, epsilon: float, delta: float) -> float | None:
         """The noise of the run in the ledger that has this plan."""
         for about in reversed(self.about):
-            events = {replace(e.event, noise_multiplier=1.0) for e in self.history if e.run == about.run}
+            events = {
+                replace(e.event, noise_multiplier=1.0)
+                for e in self.history
+                if e.run == about.run and not e.event.purpose
+            }
             is_same = (about.budget, about.delta, about.planned) == (epsilon, delta, steps)
             if is_same and events == {replace(event, noise_multiplier=1.0)}:
                 return about.noise_multiplier

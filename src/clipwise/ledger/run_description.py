@@ -36,6 +36,7 @@ class About:
         run: the tag of the run in its ledger.
         planned: the number of steps for which the noise was calibrated, or the number of steps given.
         noise_multiplier: that of the joint mechanism.
+        event: the event of the steps, if it was fixed before a release that prepares the data (planned_run.py).
         seeded: whether noise and sampling use a seed given by the user.
         key: the public id of the first noise key.
         draws: the source of randomness of random layers: "key" of the run, "torch", or "seeded" (torch, seeded by the
@@ -58,6 +59,7 @@ class About:
     run: str | None = None
     planned: int | None = None
     noise_multiplier: float | None = None
+    event: Mapping[str, Any] | None = None
     seeded: bool | None = None
     key: str | None = None
     draws: str | None = None

@@ -14,7 +14,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.ledger.run_description import plain, versions
 from clipwise.report import plain_words as words
 from clipwise.report.record import RunRecord
-from clipwise.report.statement import labelled
+from clipwise.report.wording import labelled
 
 FORMAT = 2
 FILE = "statement.json"

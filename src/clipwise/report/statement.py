@@ -62,6 +62,16 @@ class Statement:
         """The configuration of the latest process."""
         return self.processes[-1] if self.processes else About()
 
+    @property
+    def _trained(self) -> list[About]:
+        """The processes that trained, without those that only prepared data or evaluated a model."""
+        return [process for process in self.processes if process.event is None]
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether any release is a step of a training."""
+        return not self.history or any(not entry.event.purpose for entry in self.history)
+
     def _combined(self, field: str, decisive: object) -> Any:
         """A field over all processes: `decisive` if any process has it, else None if any did not record it."""
         values = [getattr(process, field) for process in self.processes]
@@ -76,19 +86,19 @@ class Statement:
     @property
     def draws(self) -> str | None:
         """The weakest source of randomness of random layers: "seeded" by the user, the run's "key", or None (torch)."""
-        sources = {process.draws for process in self.processes}
+        sources = {process.draws for process in self._trained}
         return "seeded" if "seeded" in sources else "key" if sources == {"key"} else None
 
     @property
     def probed(self) -> bool | None:
         """Whether every process was probed for coupled losses; None if not recorded."""
-        found: bool | None = self._combined("probed", False)
-        return found
+        values = [process.probed for process in self._trained] or [None]
+        return False if False in values else None if None in values else True
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
         """The tests of the loss that were planned in every process of the run; None if not recorded."""
-        planned = [process.planned_tests for process in self.processes]
+        planned = [process.planned_tests for process in self._trained]
         if () in planned:
             return ()
         if not planned or None in planned:
@@ -117,20 +127,16 @@ class Statement:
 
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions of the guarantee."""
-        probed = {
-            True: "probed on the first batches, not proven",
-            False: "not probed, not proven",
-            None: "not recorded whether this was probed",
-        }[self.probed]
-        several = "; a person with several records has weaker protection"
-        owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
+        several = "; a person with several records has weaker protection" if self.spent.unit is Unit.RECORD else ""
+        owned = f"one item of the data set is one {self.spent.unit}{several}"
         text = self._text()
         found = [
-            text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
-            wording.RANDOM_LAYERS[self.draws],
         ]
+        if self._is_training:
+            independent = f"{wording.INDEPENDENT}: {wording.PROBED[self.probed]}; {wording.planned(self.planned_tests)}"
+            found = [text.separate or independent, *found, wording.RANDOM_LAYERS[self.draws]]
         found += text.assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
@@ -141,6 +147,8 @@ class Statement:
         found += wording.declared(self.declared)
         if self.is_shared:
             found.append(wording.FIXED_RUNS)
+        elif any(entry.event.purpose == "preparation" for entry in self.history):
+            found.append(wording.PLANNED)
         elif len(self._releases()) > 1:
             found.append("the number of steps of each kind was not chosen by looking at released values")
         return tuple(found)
@@ -188,7 +196,7 @@ class Statement:
         return result
 
     def __str__(self) -> str:
-        return "\n".join(["Privacy statement", *labelled(self.lines())])
+        return "\n".join(["Privacy statement", *wording.labelled(self.lines())])
 
     def lines(self) -> list[tuple[str, str]]:
         """The statement in words: pairs (label, text)."""
@@ -216,9 +224,11 @@ class Statement:
             ("public data", wording.public_data(self._text().public_data, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
-            *(("software", _listed(found)) for found in self._software()),
-            ("read with", _listed(versions())),
+            *(("software", wording.listed(found)) for found in self._software()),
+            ("read with", wording.listed(versions())),
         ]
+        if not self._is_training:
+            lines = [line for line in lines if line[0] not in ("weights", "sensitivity", "divisor", "public data")]
         if not self.exact:
             state = "the run is in progress, did not end cleanly, or had a failed step"
             lines.insert(1, ("state", f"{state}: every release that may have happened is counted"))
@@ -233,6 +243,8 @@ class Statement:
         return recorded_strategy(recorded).statement_text(recorded, unit or self.spent.unit)
 
     def _released(self) -> str:
+        if not self._is_training:
+            return "; ".join(dict.fromkeys(wording.PURPOSE[entry.event.purpose] for entry in self.history))
         beside = self._text().released
         return f"{wording.RELEASED}; {beside}" if beside else wording.RELEASED
 
@@ -244,6 +256,8 @@ class Statement:
         return counts
 
     def _step(self, e: Event, count: int) -> str:
+        if e.purpose:
+            return wording.besides_training(e, count)
         what = self._text(e.unit).sum + wording.beside(self.about.parts or ())
         return (
             f"{count} steps, {e.sampling} sampling at rate {e.sample_rate:.6g} ({wording.drawn(e.sampling, e.unit)}). "
@@ -298,11 +312,11 @@ class Statement:
         return []
 
     def _attacker(self) -> str:
-        found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
+        found = ", ".join(f"{wording.percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
         claim = f"{wording.WITH_A_FRESH_KEY} this bound: " if self.seeded else ""
         return (
             f"{claim}an attacker that knows all other {self.spent.unit}s has a true-positive rate of at most {found} "
-            f"false-positive rate; membership advantage at most {percent(self.risk.advantage)}"
+            f"false-positive rate; membership advantage at most {wording.percent(self.risk.advantage)}"
         )
 
     def _software(self) -> list[dict[str, str]]:
@@ -380,20 +394,3 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         declared=found.declared,
         weights={True: wording.CLOSED, False: wording.NOT_VERIFIED, None: wording.NOT_CLOSED}[found.verified],
     )
-
-
-def percent(share: float) -> str:
-    """Round up to four significant digits, in percent."""
-    return f"{rounded_up(100 * share)}%"
-
-
-def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines with labels; consecutive equal labels are shown once."""
-    labels = ["", *(name for name, _ in lines)]
-    return [
-        f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
-    ]
-
-
-def _listed(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {v}" for name, v in found.items())

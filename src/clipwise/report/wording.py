@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clipwise.clipping.noised_statistics import STATISTICS_OF
-from clipwise.privacy import Adjacency, Part, Sampling, Unit
+from clipwise.privacy import Adjacency, Event, Part, Sampling, Unit, rounded_up
 
 DEFINITION = "(epsilon, delta)-differential privacy"
 
@@ -29,6 +29,16 @@ FIXED_RUNS = (
     "the bounds on attacks and the PLD epsilon hold if all runs were fixed before the first release; the guarantee "
     "holds even if a run was configured after seeing releases of other runs"
 )
+
+PLANNED = (
+    "the noise of the preparation, and the noise, sampling rate and number of the training steps, were fixed before "
+    "the first release, as recorded in the ledger"
+)
+
+PURPOSE: Mapping[str, str] = {
+    "preparation": "noised counts of the records, from which the encoding of the data was made",
+    "evaluation": "noised figures of the accuracy on the records",
+}
 
 NO_PUBLIC_DATA = "none recorded"
 TAKEN_AS_PUBLIC = "initial weights and constants derived from other data are assumed to be public"
@@ -57,6 +67,11 @@ PSEUDO_RANDOM: Mapping[str, str] = {
 }
 
 INDEPENDENT = "each loss depends on its own example only"
+PROBED: Mapping[bool | None, str] = {
+    True: "probed on the first batches, not proven",
+    False: "not probed, not proven",
+    None: "not recorded whether this was probed",
+}
 
 NO_GUARANTEE = "none is claimed: noise and sampling come from a given seed and are reproducible"
 WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
@@ -110,6 +125,15 @@ def declared(updates: Sequence[tuple[str, str]]) -> list[str]:
         f"asserted by the user, not verified: {kind}: {reason}" + (f" ({n} times)" if n > 1 else "")
         for (kind, reason), n in counts.items()
     ]
+
+
+def besides_training(event: Event, count: int) -> str:
+    """A line about a release that is no step of a training."""
+    bound = f", and a failure probability of at most {event.excess:.3g}" if event.excess else ""
+    return (
+        f"{count} time{'s' * (count > 1)} {PURPOSE[event.purpose]}, without sampling: a Gaussian mechanism with noise "
+        f"multiplier {event.noise_multiplier:.4g}{bound}"
+    )
 
 
 _NEIGHBOURS: Mapping[str, str] = {
@@ -194,3 +218,21 @@ def what_moves(parts: Sequence[Part], unit: Unit) -> str:
             "after the noise is added"
         )
     return found
+
+
+def percent(share: float) -> str:
+    """Round up to four significant digits, in percent."""
+    return f"{rounded_up(100 * share)}%"
+
+
+def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines with labels; consecutive equal labels are shown once."""
+    labels = ["", *(name for name, _ in lines)]
+    return [
+        f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
+    ]
+
+
+def listed(found: Mapping[str, str]) -> str:
+    """Names with their versions."""
+    return ", ".join(f"{name} {v}" for name, v in found.items())

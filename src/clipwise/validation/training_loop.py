@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.errors import ConfigurationError, StepError, warn
-from clipwise.gradients.own_part import own_part
+from clipwise.gradients.real_views import own_part
 from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class ReleasedGradients:
         return CLEARED if self.is_unused and not is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: own_part(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
+        return {name: g if type(g) is Tensor else own_part(g) for name, g in grads}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)

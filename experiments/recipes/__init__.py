@@ -1,0 +1,1 @@
+"""Experiments that choose and judge the defaults of `clipwise train`."""

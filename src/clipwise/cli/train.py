@@ -1,0 +1,266 @@
+"""`clipwise train`: from data to a private model, its ledger and its report."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from clipwise.cli.progress import Display
+from clipwise.errors import ConfigurationError
+from clipwise.recipes.config import Choices, choices_of
+from clipwise.recipes.estimate import Estimate, estimate
+from clipwise.recipes.finish import evaluate, public_reference, write_documents
+from clipwise.recipes.interrupts import Interrupts
+from clipwise.recipes.planning import Plan, plan_of
+from clipwise.recipes.run_folder import RunFolder, fresh_folder
+from clipwise.recipes.sources import public_test, require_public_test
+from clipwise.recipes.train import Run, begin, reopened
+from clipwise.recipes.train import train as train_run
+
+INTERRUPTED = 130
+
+
+def train(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="The data: a CSV or Parquet file, a folder of images, idx, npz or CIFAR files, the name of a data set "
+            "in --data-folder, or module:function, which returns (model, data set, loss).",
+        ),
+    ] = None,
+    column: Annotated[str | None, typer.Option("--target", help="The column to predict.")] = None,
+    text: Annotated[str | None, typer.Option(help="The column with the text, for text.")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            "--labels",
+            help="The values of the target, separated by commas. Otherwise a share of the budget finds them.",
+        ),
+    ] = None,
+    schema: Annotated[
+        str | None, typer.Option(help="A schema file, which declares ranges and categories; see clipwise schema.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
+    ] = None,
+    balanced: Annotated[
+        bool | None, typer.Option("--balanced", help="Weight the classes of a table against their noised frequencies.")
+    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
+    kind: Annotated[str | None, typer.Option(help="table, images, text or function; by default from TARGET.")] = None,
+    data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None,
+    epsilon: Annotated[
+        str | None, typer.Option(help="The privacy budget: a number such as 3, or none to train without privacy.")
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="The delta of the guarantee; by default well below one over the number of rows."),
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, by its name in the documentation of the kind.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
+    max_norm: Annotated[float | None, typer.Option(help="The clipping norm of the gradient of one record.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
+    ema: Annotated[float | None, typer.Option(help="The decay of the average of the weights, such as 0.99.")] = None,
+    augmentation: Annotated[
+        int | None, typer.Option(help="The number of random views of each image in a step.")
+    ] = None,
+    hold_out: Annotated[
+        float | None,
+        typer.Option(help="The share of the rows that is held out for the accuracy; 0.1 by default, 0 for none."),
+    ] = None,
+    public_test_file: Annotated[
+        str | None, typer.Option("--public-test", help="Public rows for an exact accuracy. You declare them public.")
+    ] = None,
+    groups: Annotated[
+        str | None, typer.Option(help="A column: also release the accuracy for each of its categories.")
+    ] = None,
+    public_reference_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--public-reference",
+            help="A run with --epsilon none, whose figures the report quotes. You declare its data public.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run. If it exists, OUT-2, OUT-3, ... is used.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Instead of --out: the name of the run, in runs/NAME.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A configuration file, such as the config.toml of a run.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run, which was interrupted.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan, its cost and its time. Nothing is trained or released.")
+    ] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Make the run reproducible. A run with a given seed claims no guarantee.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
+) -> None:
+    """Train a model on your data under differential privacy, and write a report about it.
+
+    For example:
+
+        clipwise train data.csv --target income --epsilon 3
+
+        clipwise train images/ --epsilon 8
+
+        clipwise train reviews.csv --text review --target label --epsilon 3
+
+    Epsilon bounds what the model, and all figures in its report, reveal about any single row. Nothing is learned from
+    the rows in any other way: what is not declared by --schema and --labels is found by noised counts, which take a
+    share of the budget. A tenth of the rows is held out, by position, for one noised figure of accuracy.
+
+    The folder of the run has the weights, the ledger of every release, the configuration, the metrics, the statement,
+    a model card and report.html. Ctrl-C ends a run cleanly; --resume continues it.
+
+    Exit codes: 0 done; 1 a defect of clipwise or of your own code, with a traceback; 2 an argument or the data cannot
+    be used; 130 interrupted, and the run can be resumed.
+    """
+    given: dict[str, Any] = {
+        "path": target,
+        "target": column,
+        "text": text,
+        "labels": None if labels is None else tuple(part.strip() for part in labels.split(",")),
+        "schema": schema,
+        "task": task,
+        "balanced": balanced or None,
+        "encoding": encoding,
+        "data_kind": kind,
+        "data_folder": data_folder,
+        "epsilon": epsilon_of(epsilon),
+        "delta": delta,
+        "preset": preset,
+        "model": model,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "max_norm": max_norm,
+        "optimizer": optimizer,
+        "ema": ema,
+        "views": augmentation,
+        "hold_out": hold_out,
+        "public_test": public_test_file,
+        "groups": groups,
+        "public_reference": None if public_reference_run is None else str(public_reference_run),
+        "device": device,
+        "seed": seed,
+    }
+    if resume is not None:
+        _continue(resume, given, as_json, quiet)
+        return
+    choices = choices_of(given, config)
+    if not choices.path:
+        raise ConfigurationError("TARGET is needed: a file, a folder, or module:function with the data to train on.")
+    reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
+    require_public_test(choices)
+    plan = plan_of(choices)
+    display = Display(None if not choices.is_private else choices.epsilon, as_json=as_json, quiet=quiet)
+    if dry_run:
+        _show(estimate(plan), display)
+        return
+    folder = RunFolder(fresh_folder(_wanted(out, name, choices)))
+    with stopping(display) as stop:
+        _announce(plan, folder, display)
+        follow(begin(plan, folder, shlex.join(["clipwise", *sys.argv[1:]])), display, stop, reference)
+
+
+def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, Any] | None = None) -> None:
+    """Train a prepared run, evaluate it and write its documents, with a display of its progress."""
+    folder = run.folder
+    test = public_test(run.plan.choices, run.encoder)  # opened first, so that a wrong path costs nothing
+    if not folder.is_finished:
+        with display:
+            is_complete = train_run(run, display.watch, stop)
+        if not is_complete:
+            hint = f"Continue with: clipwise train --resume {folder.path}"
+            display.warn(f"Interrupted. {hint if run.plan.event is not None else 'A run without privacy begins anew.'}")
+            raise typer.Exit(INTERRUPTED)
+    for figure in evaluate(run.plan, run.encoder, folder, test):
+        display.released(figure.to_dict())
+    report = write_documents(folder, reference)
+    display.line(f"The run is in {folder.path}, its report in {report}", kind="done", folder=str(folder.path))
+
+
+def epsilon_of(text: str | None) -> float | None:
+    """The budget of --epsilon; infinity for none."""
+    if text is None:
+        return None
+    if text.lower() == "none":
+        return math.inf
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigurationError(f"--epsilon {text} is not possible: give a positive number, or none.")
+    return value
+
+
+def stopping(display: Display) -> Interrupts:
+    """Ends a run cleanly at the first Ctrl-C."""
+    return Interrupts(lambda: display.warn("Stopping after this step. Press Ctrl-C again to stop at once."))
+
+
+def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> None:
+    changed = [name for name, value in given.items() if value is not None and name != "device"]
+    if changed:
+        raise ConfigurationError(
+            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or "
+            "begin a new run."
+        )
+    device = {} if given["device"] is None else {"device": given["device"]}
+    run = reopened(RunFolder.existing(path), **device)
+    choices = run.plan.choices
+    reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
+    display = Display(choices.epsilon if choices.is_private else None, as_json=as_json, quiet=quiet)
+    with stopping(display) as stop:
+        follow(run, display, stop, reference)
+
+
+def _wanted(out: Path | None, name: str | None, choices: Choices) -> Path:
+    if out is not None and name is not None:
+        raise ConfigurationError("Give --out or --name, not both.")
+    if out is not None:
+        return out
+    if name is None:
+        plain = Path(choices.path.split(":")[-1]).name.split(".")[0] or "run"
+        name = f"{plain}-{'without-privacy' if not choices.is_private else f'epsilon-{choices.epsilon:g}'}"
+    return Path("runs") / name
+
+
+def _announce(plan: Plan, folder: RunFolder, display: Display) -> None:
+    rows = f"{len(plan.training_rows)} training rows"
+    if len(plan.held_out_rows):
+        rows += f", {len(plan.held_out_rows)} held-out rows"
+    budget = "without privacy"
+    if plan.event is not None:
+        budget = f"epsilon {plan.epsilon:g} at delta {plan.delta:g}"
+    if plan.choices.seed is not None:
+        display.warn("warning: --seed makes noise and batches reproducible, so no guarantee is claimed for this run.")
+    display.line(
+        f"{folder.path}: {rows}, {budget}, {plan.settings.model}, {plan.steps} steps",
+        kind="plan",
+        folder=str(folder.path),
+        training_rows=len(plan.training_rows),
+        held_out_rows=len(plan.held_out_rows),
+        epsilon=None if plan.event is None else plan.epsilon,
+        delta=plan.delta,
+        model=plan.settings.model,
+        steps=plan.steps,
+    )
+
+
+def _show(found: Estimate, display: Display) -> None:
+    width = max(len(name) for name, _ in found.lines)
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in found.lines)
+    display.line(f"{text}\n\nNothing was trained, released or written.", kind="dry-run", **found.values)

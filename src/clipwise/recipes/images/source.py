@@ -1,0 +1,106 @@
+"""Images as a source of `clipwise train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from clipwise.errors import ConfigurationError
+from clipwise.recipes.class_labels import released_labels, require_labels
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, image_settings
+from clipwise.recipes.images.encoder import ImageEncoder
+from clipwise.recipes.images.formats import is_images, open_images
+from clipwise.recipes.kind import Settings, Source
+from clipwise.validation.arguments import one_of, whole
+
+if TYPE_CHECKING:
+    from clipwise.recipes.counts import NoisedCounts
+
+FOLDER_SIZE = 32  # of image files, which state no common size
+LARGEST_SIZE = 64  # of arrays, if no size is declared
+
+
+class ImageSource(Source):
+    """A folder with one sub-folder for each class, idx files, an .npz file, or CIFAR's binary version.
+
+    Args:
+        path: of the images.
+        labels: the classes, if they are declared. They need not be where the layout states them, as sub-folders do.
+        image_size: the side of the square images that the model takes. By default that of the arrays, at most 64, or
+            32 for image files, so that it is not computed from private images.
+        grey: whether to drop colours. By default image files are read in colour, and arrays as they are.
+        model: "scattering", "tanh-cnn" or "wrn-16-4", if the user chose one.
+        part: "train" or "test", where the layout has both.
+    """
+
+    kind: ClassVar[str] = "images"
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        labels: Sequence[str] | None = None,
+        image_size: int | None = None,
+        grey: bool | None = None,
+        model: str | None = None,
+        part: str = "train",
+    ) -> None:
+        if model is not None:
+            one_of("model", model, MODELS)
+        self._model = model
+        self.images = open_images(Path(path), part)
+        if len(self.images) == 0:
+            raise ConfigurationError(f"{Path(path).name}: there are no images in it.")
+        self._declared = None if labels is None else require_labels(labels)
+        size = image_size if image_size is not None else min(self.images.side or FOLDER_SIZE, LARGEST_SIZE)
+        self.image_size = whole("image_size", size, least=1, most=1024)
+        self.channels = (self.images.channels or 3) if grey is None else (1 if grey else 3)
+        self.description = self.images.description
+        self._size_is_declared = image_size is not None
+
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        """Whether the path looks like images rather than a table or texts."""
+        return is_images(path)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def needs_counts(self) -> bool:
+        return self._declared is None and self.images.names is None
+
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        return image_settings(rows, epsilon, preset, self.channels, self._model)
+
+    def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> ImageEncoder:
+        values = self.images.labels()
+        if values is None:
+            raise ConfigurationError(
+                f"{self.description}: the images have no labels. Put them into one sub-folder for each class, or the "
+                "file of labels beside the file of images."
+            )
+        if self._declared is not None:
+            labels, how = self._declared, "declared"
+        elif self.images.names is not None:
+            labels, how = require_labels(self.images.names), self._where_names_are()
+        else:
+            chosen = [values[row] for row in np.asarray(rows).tolist()]
+            labels = released_labels(chosen, counts, self.images.byte_labels)
+            how = "released as noised counts of the training images, within the budget"
+        lines = (f"The labels are {how}.", self._size_line())
+        return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
+
+    def _where_names_are(self) -> str:
+        named = "the names of the sub-folders" if "folder" in self.description else "the classes of this data set"
+        return f"{named}, which are taken as public"
+
+    def _size_line(self) -> str:
+        colours = "grey" if self.channels == 1 else "colour"
+        how = "declared" if self._size_is_declared else "fixed by the format"
+        return (
+            f"Images are {colours}, {self.image_size} x {self.image_size} pixels ({how}), with values from -0.5 to "
+            "0.5. No statistics of the images are used."
+        )

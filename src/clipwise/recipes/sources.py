@@ -1,0 +1,110 @@
+"""The kinds of data: which source reads a target of `clipwise train`, and which encoder a run's folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clipwise.errors import ConfigurationError
+from clipwise.recipes.config import Choices
+from clipwise.recipes.digits import EMBEDDED, DigitsEncoder, DigitsSource
+from clipwise.recipes.functions import FunctionEncoder, FunctionSource
+from clipwise.recipes.images.encoder import ImageEncoder
+from clipwise.recipes.images.source import ImageSource
+from clipwise.recipes.kind import Encoder, Source
+from clipwise.recipes.tables.encoder import TableEncoder
+from clipwise.recipes.tables.schema import read_schema
+from clipwise.recipes.tables.source import TableSource
+from clipwise.recipes.texts.encoder import TextEncoder
+from clipwise.recipes.texts.source import TextSource
+
+_ENCODERS: Mapping[str, type[Encoder]] = {
+    "digits": DigitsEncoder,
+    "function": FunctionEncoder,
+    "images": ImageEncoder,
+    "table": TableEncoder,
+    "text": TextEncoder,
+}
+
+
+def open_source(choices: Choices) -> Source:
+    """Open the data that the user named. Nothing is learned from the content of a record."""
+    if choices.path == EMBEDDED and choices.data_folder is None and not Path(EMBEDDED).exists():
+        return DigitsSource(train=True)
+    if choices.data_kind == "function" or (":" in choices.path and not Path(choices.path).exists()):
+        return FunctionSource(choices.path)
+    path = path_of(choices)
+    kind = choices.data_kind or _kind_of(path, choices)
+    if kind == "images":
+        return ImageSource(path, labels=choices.labels, model=choices.model)
+    if kind == "text":
+        columns = (choices.text, choices.target)
+        return TextSource(path, *columns, labels=choices.labels, encoding=choices.encoding, model=choices.model)
+    if choices.target is None and choices.schema is None:
+        raise ConfigurationError("--target is needed: the name of the column to predict.")
+    return TableSource(
+        path,
+        choices.target,
+        labels=choices.labels,
+        task=choices.task,
+        schema=None if choices.schema is None else read_schema(Path(choices.schema)),
+        encoding=choices.encoding,
+        balanced=choices.balanced,
+    )
+
+
+def path_of(choices: Choices) -> Path:
+    """The path of the data: as given, or that of the data set with this name in the data folder."""
+    path = Path(choices.path)
+    if choices.data_folder is None:
+        if not path.exists():
+            raise ConfigurationError(
+                f"{choices.path} does not exist. Give a file, a folder, module:function, or the name of a data set "
+                "with --data-folder."
+            )
+        return path
+    folder = Path(choices.data_folder)
+    if not folder.is_dir():
+        raise ConfigurationError(f"--data-folder {folder} is not a folder.")
+    if (folder / path).exists():
+        return folder / path
+    found = sorted(folder.glob(f"{path.name}.*"))
+    if len(found) != 1:
+        what = f"{len(found)} files are called so" if found else "there is none"
+        raise ConfigurationError(f"--data-folder {folder} holds no single data set {choices.path!r}: {what}.")
+    return found[0]
+
+
+def _kind_of(path: Path, choices: Choices) -> str:
+    if choices.text is not None or TextSource.recognises(path):
+        return "text"
+    return "images" if ImageSource.recognises(path) else "table"
+
+
+def require_public_test(choices: Choices) -> None:
+    """Raise for public test rows that are missing or have other columns, before anything is released."""
+    found = choices.public_test
+    if found is None or found == EMBEDDED:
+        return
+    if not Path(found).exists():
+        raise ConfigurationError(f"--public-test {found} does not exist.")
+    try:
+        open_source(replace(choices, path=found, data_folder=None))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--public-test {found}: {error}") from error
+
+
+def public_test(choices: Choices, encoder: Encoder) -> Source | None:
+    """The public test rows, if there are any."""
+    if choices.public_test is None:
+        return None
+    return encoder.open(Path(choices.public_test))
+
+
+def encoder_from(data: Mapping[str, Any]) -> Encoder:
+    """The encoder of a run, from its config.toml."""
+    if data.get("kind") not in _ENCODERS:
+        raise ConfigurationError(f"[encoding] kind = {data.get('kind')!r} is not known: use the version that wrote it.")
+    return _ENCODERS[data["kind"]].from_dict(data)

@@ -1,0 +1,119 @@
+"""Texts as a source of `clipwise train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from clipwise.errors import ConfigurationError
+from clipwise.recipes.class_labels import released_labels, require_labels
+from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.texts import sentences
+from clipwise.recipes.texts.defaults import HASHED_WORDS, SENTENCES, text_settings
+from clipwise.recipes.texts.encoder import MODELS, TextEncoder
+from clipwise.recipes.texts.files import FolderTexts, TableTexts, Texts, is_texts
+from clipwise.validation.arguments import one_of
+
+if TYPE_CHECKING:
+    from clipwise.recipes.counts import NoisedCounts
+
+
+class TextSource(Source):
+    """A column of texts in a CSV or Parquet file, or a folder with one sub-folder of text files for each class.
+
+    Args:
+        path: of the file or folder.
+        text, target: the columns of the text and of the label, for a file.
+        labels: the classes, if they are declared. Sub-folders state them.
+        encoding: of the files; by default UTF-8, or that of the byte order mark of a CSV file.
+        model: "hashed-words" or "sentences", if the user chose one.
+        part: "train" or "test", for a folder with both.
+        needs_target: whether the column of labels must be there.
+    """
+
+    kind: ClassVar[str] = "text"
+
+    def __init__(
+        self,
+        path: Path | str,
+        text: str | None = None,
+        target: str | None = None,
+        *,
+        labels: Sequence[str] | None = None,
+        encoding: str | None = None,
+        model: str | None = None,
+        part: str = "train",
+        needs_target: bool = True,
+    ) -> None:
+        path = Path(path)
+        if not path.exists():
+            raise ConfigurationError(f"{path.name}: there is no such file or folder.")
+        if model is not None:
+            one_of("model", model, MODELS)
+        self._columns = (None, None) if path.is_dir() else (text, target)
+        self._declared = None if labels is None else require_labels(labels)
+        self._encoding, self._model = encoding, model
+        self._opened = _opened(path, text, target, encoding, part, needs_target)
+        self.description = self._opened.description
+
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        """Whether the path is a folder of texts. A column of a file is text if the user names it."""
+        return is_texts(path)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def labels(self) -> list[str | None] | None:
+        """The label of each text; None if there are none."""
+        return self._opened.labels()
+
+    def texts(self, rows: Iterable[int]) -> list[str]:
+        """The texts of these rows."""
+        return self._opened.texts(rows)
+
+    def needs_counts(self) -> bool:
+        return self._declared is None and self._opened.names is None
+
+    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
+        settings = text_settings(rows, epsilon, preset, self._model)
+        if settings.model == SENTENCES and not sentences.available():
+            raise ConfigurationError(
+                "The model of sentence embeddings is not installed: pip install 'clipwise-dp[text]', or take "
+                f"--model {HASHED_WORDS}."
+            )
+        return settings
+
+    def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> TextEncoder:
+        values = self.labels()
+        if values is None:
+            raise ConfigurationError(
+                f"{self.description}: the texts have no labels. Name their column with --target, or put text files "
+                "into one sub-folder for each class."
+            )
+        if self._declared is not None:
+            labels, how = self._declared, "declared"
+        elif self._opened.names is not None:
+            labels, how = require_labels(self._opened.names), "the names of the sub-folders, which are taken as public"
+        else:
+            chosen = [values[row] for row in np.asarray(rows).tolist()]
+            labels = released_labels(chosen, counts, bytes_only=False)
+            how = "released as noised counts of the training texts, within the budget"
+        return TextEncoder(
+            labels, *self._columns, self._encoding, f"The labels are {how}.", self._model or HASHED_WORDS
+        )
+
+
+def _opened(
+    path: Path, text: str | None, target: str | None, encoding: str | None, part: str, needs_target: bool
+) -> Texts:
+    if path.is_dir():
+        return FolderTexts(path, part, encoding)
+    if text is None:
+        raise ConfigurationError(f"{path.name}: name the column of the text with --text COLUMN.")
+    if target is None and needs_target:
+        raise ConfigurationError(f"{path.name}: name the column of the labels with --target COLUMN.")
+    return TableTexts(path, text, target, encoding, needs_target)

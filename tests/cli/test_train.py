@@ -1,0 +1,214 @@
+"""`clipwise train` and what uses its folder: predict, evaluate, export."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clipwise import accounting
+from clipwise.cli.train import INTERRUPTED
+from clipwise.ledger.ledger import read
+from tests.cli.calls import clipwise, refused
+
+FAST = ["--epochs", 1, "--batch-size", 100, "--device", "cpu"]
+
+
+def write_table(path: Path, rows: int = 400) -> Path:
+    random = np.random.default_rng(0)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "city", "bought"])
+        for _ in range(rows):
+            age = int(random.integers(18, 90))
+            writer.writerow([age, random.choice(["Oslo", "Bern"]), "yes" if age > 50 else "no"])
+    return path
+
+
+SCHEMA = """
+[columns.age]
+kind = "number"
+bounds = [0, 100]
+[columns.city]
+kind = "category"
+values = ["Oslo", "Bern"]
+[target]
+name = "bought"
+labels = ["no", "yes"]
+"""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "schema.toml").write_text(SCHEMA)
+    return write_table(folder / "people.csv")
+
+
+@pytest.fixture(scope="module")
+def run(table):
+    """A finished run on a declared table; the tests only read it."""
+    out = table.parent / "run"
+    given = ["--schema", table.with_name("schema.toml"), "--epsilon", 3, "--groups", "city", "--out", out]
+    result = clipwise("train", table, *given, *FAST)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_run_leaves_every_file_and_says_where(run):
+    names = ["checkpoint.pt", "config.toml", "evaluation.ledger", "ledger", "metrics.jsonl", "model.safetensors"]
+    assert sorted(p.name for p in run.iterdir()) == sorted([*names, "model_card.md", "report.html", "statement.json"])
+    statement = json.loads((run / "statement.json").read_text())
+    assert statement["guarantee"]["epsilon"] <= 3 and statement["data"]["held_out_rows"] == 40
+    groups = {line["group"] for line in statement["accuracy"]}
+    assert groups == {None, "Oslo", "Bern", "other values"}
+    assert read(run / "evaluation.ledger").position == 1
+
+
+def test_the_figures_agree(run):
+    statement = json.loads((run / "statement.json").read_text())
+    spent = accounting.epsilon_of(read(run / "ledger").history, statement["training"]["spent"]["delta"])
+    assert statement["training"]["spent"]["epsilon"] == pytest.approx(spent)
+    shown = clipwise("epsilon", "--ledger", run / "ledger", "--delta", statement["guarantee"]["delta"])
+    assert shown.exit_code == 0 and "3" in shown.stdout
+
+
+def test_undeclared_columns_and_labels_share_the_budget(table, tmp_path):
+    result = clipwise("train", table, "--target", "bought", "--epsilon", 8, "--out", tmp_path / "run", *FAST)
+    assert result.exit_code == 0, result.output
+    found = read(tmp_path / "run" / "ledger").history
+    assert [entry.event.purpose for entry in found] == ["preparation", ""]
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert 7.5 < accounting.epsilon_of(found, statement["guarantee"]["delta"]) <= 8
+
+
+def test_its_config_gives_the_same_run_again(run, tmp_path):
+    result = clipwise("train", "--config", run / "config.toml", "--dry-run", "--json", "--epsilon", 2)
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["kind"] == "dry-run" and plan["epsilon"] <= 2 and plan["batch_size"] == 100 and plan["parameters"] > 0
+
+
+def test_a_dry_run_writes_nothing(table, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = clipwise("train", table, "--target", "bought", "--epsilon", 3, "--dry-run")
+    assert result.exit_code == 0 and "noised counts" in result.stdout and not any(tmp_path.iterdir())
+
+
+def test_json_lines(table, tmp_path):
+    schema = ["--schema", table.with_name("schema.toml")]
+    result = clipwise("train", table, *schema, "--epsilon", 3, "--out", tmp_path / "run", "--json", *FAST)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["kind"] for line in lines] == ["plan", "progress", "released", "done"]
+
+
+def test_without_privacy_and_as_a_public_reference(run, table, tmp_path):
+    schema = ["--schema", table.with_name("schema.toml")]
+    plain = clipwise("train", table, *schema, "--epsilon", "none", "--out", tmp_path / "plain", *FAST)
+    assert plain.exit_code == 0, plain.output
+    assert json.loads((tmp_path / "plain" / "statement.json").read_text())["guarantee"] is None
+    reference = ["--public-reference", tmp_path / "plain"]
+    result = clipwise("train", table, *schema, "--epsilon", 3, "--out", tmp_path / "run", *reference, *FAST)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run" / "statement.json").read_text())["public_reference"]["run"] == "plain"
+    assert json.loads((run / "statement.json").read_text())["public_reference"] is None
+    refused(clipwise("train", table, *schema, "--epsilon", 3, "--public-reference", run), "--epsilon none")
+
+
+def test_predictions(run, table, tmp_path):
+    (tmp_path / "new.csv").write_text("age,city\n20,Oslo\n80,Elsewhere\n")
+    shown = clipwise("predict", run, tmp_path / "new.csv")
+    lines = list(csv.reader(shown.stdout.splitlines()))
+    assert lines[0] == ["prediction", "probability of no", "probability of yes"] and len(lines) == 3
+    assert lines[1][0] in ("no", "yes") and float(lines[1][1]) + float(lines[1][2]) == pytest.approx(1, abs=1e-4)
+    written = clipwise("predict", run, tmp_path / "new.csv", "--out", tmp_path / "p.csv")
+    assert written.exit_code == 0 and (tmp_path / "p.csv").read_text() == shown.stdout
+
+
+def test_evaluations(run, table, tmp_path):
+    exact = clipwise("evaluate", run, table, "--public", "--json")
+    assert exact.exit_code == 0 and json.loads(exact.stdout)["rows"] == "public-test"
+    noised = clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger")
+    assert noised.exit_code == 0 and read(tmp_path / "new.ledger").position == 1
+    refused(clipwise("evaluate", run, table), "--public")
+    refused(clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger"), "exists")
+
+
+def test_a_torchscript_export_gives_the_same_outputs(run, tmp_path):
+    import torch
+
+    from clipwise.recipes.finish import trained_model
+    from clipwise.recipes.predict import open_run
+
+    file = tmp_path / "model.pt"
+    assert clipwise("export", run, "--format", "torchscript", "--out", file).exit_code == 0
+    folder, encoder, name = open_run(run)
+    (x,) = encoder.synthetic(7).tensors[:1]
+    assert torch.equal(torch.jit.load(file)(x), trained_model(encoder, name, folder)(x))
+    refused(clipwise("export", run, "--format", "pickle"), "pickle")
+
+
+@pytest.mark.integration
+def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    from clipwise.recipes.finish import trained_model
+    from clipwise.recipes.predict import open_run
+
+    file = tmp_path / "model.onnx"
+    assert clipwise("export", run, "--format", "onnx", "--out", file).exit_code == 0
+    folder, encoder, name = open_run(run)
+    (x,) = encoder.synthetic(7).tensors[:1]
+    (found,) = runtime.InferenceSession(file).run(None, {"input": x.numpy()})
+    assert np.allclose(found, trained_model(encoder, name, folder)(x).detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "TARGET"),
+        (["nothing.csv", "--target", "y", "--epsilon", 3], "nothing.csv"),
+        (["TABLE", "--target", "bought"], "--epsilon"),
+        (["TABLE", "--target", "bought", "--epsilon", "three"], "three"),
+        (["TABLE", "--epsilon", 3], "--target"),
+        (["TABLE", "--target", "price", "--epsilon", 3], "price"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--model", "forest"], "forest"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "none.csv"], "none.csv"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--name", "a", "--out", "b"], "--name"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--resume", "nowhere", "--epochs", 3], "epochs"),
+    ],
+)
+def test_wrong_arguments_are_one_line(table, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    refused(clipwise("train", *[table if a == "TABLE" else a for a in arguments]), words)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_and_the_run_continues(table, tmp_path):
+    out = tmp_path / "run"
+    given = ["--schema", table.with_name("schema.toml"), "--epsilon", "3", "--epochs", "4000", "--batch-size", "100"]
+    program = [sys.executable, "-c", "from clipwise.cli.app import app; app()"]
+    process = subprocess.Popen(
+        [*program, "train", str(table), *map(str, given), "--out", str(out)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+    deadline = time.monotonic() + 120
+    while not (out / "ledger").exists() or read(out / "ledger").position < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED and f"--resume {out}" in errors and "Traceback" not in errors
+    found = read(out / "ledger")
+    assert found.clean and found.exact and (out / "checkpoint.pt").is_file()
