@@ -64,6 +64,34 @@ USES = {
         train(clipwise.make_private(model, optimizer, data, **options, ledger=ledger))
         plots.epsilon_over_steps(ledger.history(), 1e-5, "epsilon.png")
     """,
+    "tables": """
+        from pathlib import Path
+        import pyarrow, pyarrow.parquet
+        from clipwise.recipes.tables.read import read_table
+        pyarrow.parquet.write_table(pyarrow.table({"x": [1.5, 2.5], "y": ["a", "b"]}), "data.parquet")
+        assert list(read_table(Path("data.parquet")).columns) == ["x", "y"]
+    """,
+    "images": """
+        from pathlib import Path
+        import numpy
+        from PIL import Image
+        from clipwise.recipes.images.pixels import FolderImages
+        for name in "ab":
+            (Path("images") / name).mkdir(parents=True)
+            Image.fromarray(numpy.zeros((9, 9, 3), numpy.uint8)).save(f"images/{name}/1.png")
+        assert FolderImages(Path("images")).pixels(numpy.arange(2), 3, 8).shape == (2, 3, 8, 8)
+    """,
+    "text": """
+        from clipwise.recipes.texts import sentences
+        assert sentences.embedded(["one text", "another"]).shape == (2, sentences.SIZE)
+    """,
+    "export": """
+        from pathlib import Path
+        import onnx
+        from clipwise.recipes.export import _onnx
+        _onnx(model.eval(), (data.tensors[0],), Path("model.onnx"))
+        onnx.checker.check_model("model.onnx")
+    """,
     "tune": """
         from pathlib import Path
         from clipwise.tune import Range, study
