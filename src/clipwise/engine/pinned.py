@@ -27,7 +27,7 @@ Settings = tuple[object, object]  # of matrix products and of convolutions
 
 
 def settings() -> Settings:
-    """The current switches."""
+    """The current settings."""
     try:
         matrices: object = torch.get_float32_matmul_precision()
     except RuntimeError:  # set per backend, which the common switch does not support

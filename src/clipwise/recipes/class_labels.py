@@ -24,7 +24,7 @@ def require_labels(labels: Sequence[str]) -> tuple[str, ...]:
     """The labels, if they are two or more different texts."""
     given = tuple(str(label) for label in labels)
     if len(given) < 2:
-        raise ConfigurationError("labels: give at least two labels.")
+        raise ConfigurationError("labels: at least two are needed, such as two sub-folders or two values of --labels.")
     if len(set(given)) < len(given):
         raise ConfigurationError("labels: give each label once.")
     return given

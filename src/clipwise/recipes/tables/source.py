@@ -50,7 +50,7 @@ class Findings:
         kinds: the kind of each column that was not declared.
         target: the target, complete.
         label_counts: the noised counts of its labels, if they were released.
-        remarks: lines for the statement, and what is said about each column by name.
+        remarks: lines for the statement, and a remark about each column by name.
     """
 
     kinds: dict[str, Kind]
@@ -255,7 +255,7 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
     if target.name in released.histograms:
         bounds, distinct = statistics.range_of(released.histograms[target.name], released.std[target.name], bins)
         if target.task is None and distinct <= MOST_FEW_BINS and sum(shown.values()) < LEAST_COVERED * rows:
-            bounds = None  # labels that the noise hides, or numbers close together: the user must say
+            bounds = None  # labels that the noise hides, or numbers close together: the user must declare the task
     many = len(shown) > MOST_NUMERIC_LABELS or sum(shown.values()) < LEAST_COVERED * rows
     if target.task == "regression" or (target.task is None and bounds is not None and many):
         if bounds is None:
