@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from rich.console import Console
 from rich.text import Text
@@ -21,6 +22,11 @@ _CHANGES = {
 def stdout() -> Console:
     """The console for results. Without a terminal it has no colours and no live display."""
     return Console(highlight=False)
+
+
+def is_live(console: Console) -> bool:
+    """Whether lines can be overwritten. Notebooks force colours and may use a terminal, but keep every line."""
+    return console.is_terminal and console.file.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def say(text: str, *, console: Console | None = None, style: str = "") -> None:
