@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipwise.cli.places import require_folder
+from clipwise.cli.output import require_folder
 from clipwise.errors import ConfigurationError
 from experiments.harness.command import dispatch, parser_of
 from experiments.harness.paper import asked_for

@@ -28,6 +28,9 @@ SCRIPTS = {
         "experiments.backprop_clipping.tightness", "how close gradients come to the bounds of clipped layers"
     ),
     "fast-clipping": Command("experiments.fast_clipping.imdb", "the paper's Transformer on IMDB"),
+    "fine-tuning": Command(
+        "experiments.fine_tuning.table", "a sentence encoder on AG News and IMDB: head only, LoRA, all weights"
+    ),
     "lip-dp-sgd/signal": Command(
         "experiments.lip_dp_sgd.signal", "gradient over noise of weight clipping at the first weights"
     ),
@@ -35,6 +38,7 @@ SCRIPTS = {
         "experiments.lip_dp_sgd.tightness", "how far certified bounds are above true gradients"
     ),
     "lip-dp-sgd/tune": Command("experiments.lip_dp_sgd.tune", "tune a named data set over the paper's space"),
+    "recipes/tables": Command("experiments.recipes.tables", "defaults of clipwise train on tables"),
     "noised-statistics": Command(
         "experiments.noised_statistics.table", "what noised running statistics are worth on MNIST"
     ),

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from clipwise import Backprop, Batch, Lipschitz, NoisedStatistics, PerExample, Private, audit, layers
 from clipwise.audit.bounds import mu_of_accuracy
-from clipwise.audit.records import CHANGES
-from clipwise.audit.trial import run_of
+from clipwise.audit.trial import CHANGES, run_of
 from clipwise.clipping import Strategy
 from experiments.harness.command import parser_of
 from experiments.harness.training import losses_of

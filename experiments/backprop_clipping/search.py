@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from clipwise.tune.space import Choice, Dimension, Range
+from clipwise.tune.subject import Choice, Dimension, Range
 from experiments.backprop_clipping.sets import DIGITS
 from experiments.backprop_clipping.trial import METHODS, Trial
 from experiments.harness.search import Effort, Search, evenly

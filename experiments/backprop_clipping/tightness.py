@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from clipwise import layers
 from clipwise.layers.clipped import unclipped
-from clipwise.layers.clipped.convolution import Convolution
+from clipwise.layers.clipped.layer import AIM, lengths
+from clipwise.layers.clipped.linear import Convolution
 from clipwise.layers.clipped.linear_map import Seen
-from clipwise.layers.clipped.scales import AIM, lengths
 from experiments import data, models
 from experiments.harness.command import parser_of
 from experiments.harness.environment import environment

@@ -11,15 +11,13 @@ from torch import nn
 
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.batch import Batch
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.sparse import Sparse
-from clipwise.clipping.grouping import Groups, Policy, group_parameters
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import PublicData
+from clipwise.clipping.thresholds import Groups, Policy, group_parameters
 from experiments.batch_clipping.pictures import Pictures
 from experiments.batch_clipping.setting import GROUPS, Setting
 from experiments.harness.training import losses_of

@@ -29,6 +29,15 @@ def encode(text: str, *, length: int = LENGTH, buckets: int = BUCKETS) -> list[i
     return ids + [PADDING] * (length - len(ids))
 
 
+def raw_texts(name: str, train: bool, folder: str | os.PathLike[str] | None = None) -> tuple[list[str], torch.Tensor]:
+    """The texts of a set in their original order, and their labels; the arguments are those of `texts`."""
+    one_of("data", name, _FILES)
+    table = columns(_FILES[name][0 if train else 1], folder)
+    parts = [table[column] for column in _TEXT_COLUMNS if column in table]
+    rows = [" ".join(map(str, row)) for row in zip(*parts, strict=True)]
+    return rows, torch.from_numpy(table["label"]).long()
+
+
 def texts(
     name: str,
     train: bool,
@@ -49,8 +58,6 @@ def texts(
     Returns:
         Ids, int64 [N, length] from 0 to buckets - 1, and labels, int64 [N].
     """
-    one_of("data", name, _FILES)
-    table = columns(_FILES[name][0 if train else 1], folder)
-    parts = [table[column] for column in _TEXT_COLUMNS if column in table]
-    ids = [encode(" ".join(map(str, row)), length=length, buckets=buckets) for row in zip(*parts, strict=True)]
-    return TensorDataset(torch.tensor(ids), torch.from_numpy(table["label"]).long())
+    rows, labels = raw_texts(name, train, folder)
+    ids = [encode(row, length=length, buckets=buckets) for row in rows]
+    return TensorDataset(torch.tensor(ids), labels)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
-from clipwise.tune.space import Dimension, point
+from clipwise.tune.subject import Dimension, point
 from experiments.harness.paper import AnySetting, Place, Task, key_of
 from experiments.harness.store import Cell
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from clipwise.tune.space import Choice, Dimension, Range
+from clipwise.tune.subject import Choice, Dimension, Range
 from experiments.harness.search import Effort, Search, halton
 from experiments.lip_dp_sgd.sets import DIGITS, IMAGES
 from experiments.lip_dp_sgd.trial import TITLES, Trial

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clipwise.lipschitz import SoftmaxCrossEntropy, bounds_of, trace
-from clipwise.lipschitz.balance import noise_of
 from clipwise.lipschitz.rule import Effort
 from experiments import data, models
 from experiments.harness.command import parser_of
+from experiments.lip_dp_sgd.bound_tightness import noise_of
 from experiments.models import make_orthogonal_
 
 INPUT_NORM, CLIP = 12.0, 0.1

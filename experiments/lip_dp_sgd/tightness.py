@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.layers.bounded import BoundedGroupNorm, ClipInput
-from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, tightness, trace
+from clipwise.lipschitz import BoundedLoss, SoftmaxCrossEntropy, clip_weights_, limits_of, trace
 from clipwise.lipschitz.rule import Effort
 from experiments import models
 from experiments.harness.command import parser_of
 from experiments.lip_dp_sgd import training
+from experiments.lip_dp_sgd.bound_tightness import tightness
 from experiments.lip_dp_sgd.sets import records
 from experiments.lip_dp_sgd.trial import Trial
 from experiments.models import make_orthogonal_

@@ -14,8 +14,7 @@ import torch
 
 from clipwise.cli.tune import require_no_options_of_accounted, search_accounted, search_openly
 from clipwise.tune import Choice, Range, Recipe, Run
-from clipwise.tune.space import Dimension
-from clipwise.tune.subject import Settings
+from clipwise.tune.subject import Dimension, Settings
 from clipwise.validation.arguments import one_of
 from experiments.harness.command import parser_of
 from experiments.harness.environment import device_of

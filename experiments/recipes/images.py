@@ -45,7 +45,7 @@ POINTS = (
     Point("kmnist", 1000, None, (1 / 32, 1 / 16, 1 / 8, 1 / 4), (1 / 8, 200)),
     Point("kmnist", 8000, None, (1 / 8, 1 / 4, 1 / 2), (1 / 8, 200)),
     Point("kmnist", 8000, 60_000, (1 / 2, 1, 2, 4), (1 / 16, 300)),
-    Point("cifar10", 4000, 50_000, (1 / 2, 2), (1 / 16, 300)),
+    Point("cifar10", 4000, 50_000, (1 / 2, 1, 2), (1 / 16, 300)),
 )
 COMMAND = "python -m experiments recipes/images --data DIR"
 

@@ -112,7 +112,7 @@ def accuracies(data: Prepared, settings: Settings, epsilon: float, seed: int) ->
         steps=steps,
         noise_multiplier=noise_for(data.counts, rate, steps, epsilon),
         delta=DELTA,
-        ema=0.98,
+        ema=settings.ema,
         seed=seed,
     ) as private:
         while private.steps < steps:

@@ -4,7 +4,7 @@
     python -m experiments recipes/texts --data DIR --search     # on a part of the training texts of both sets
     python -m experiments recipes/texts --data DIR --judge      # on the test texts
 
-Defaults are judged on AG News with what IMDB chose, and on IMDB with what AG News chose.
+Each set alone chooses nearly the same defaults, so that neither is judged by its own choice.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import numpy as np
 from clipwise.accounting.convolve import add_up
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import Losses
-from clipwise.accounting.tradeoff import ROUNDING, Tradeoff
-from clipwise.accounting.tradeoff_lines import crossings, lower_hull
+from clipwise.accounting.tradeoff import ROUNDING, Tradeoff, crossings, lower_hull
 
 # Interval over the standard deviation of a release's loss, about as in pld.py.
 FINENESS = 0.02

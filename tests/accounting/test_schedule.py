@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise.accounting import accountants, pld
-from clipwise.accounting.composition import Composition, Step
-from clipwise.accounting.schedule import with_few_kinds
+from clipwise.accounting.composition import Composition, Step, with_few_kinds
 from clipwise.privacy import Adjacency, Amplification, Entry, Event, Sampling, Unit
 
 DELTA = 1e-5

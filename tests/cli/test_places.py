@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from clipwise.cli.app import app
-from clipwise.cli.places import require_folder, require_picture
+from clipwise.cli.output import require_folder, require_picture
 from clipwise.errors import ConfigurationError
 
 

@@ -18,7 +18,7 @@ def test_a_script_gets_its_front_and_the_cost_is_printed(tmp_path):
     found = call(tmp_path / "mine.py", "--trials", 3, "--out", tmp_path / "out")
     assert found.exit_code == 0, found.output
     assert "Runs that no other beats" in found.output and "no guarantee" in found.output
-    assert (tmp_path / "out" / "front.md").exists()
+    assert (tmp_path / "out" / "mine" / "front.md").exists()
 
 
 def test_the_function_of_a_script_may_have_another_name(tmp_path):
@@ -119,7 +119,7 @@ def test_a_second_study_in_a_folder_leaves_the_results_of_the_first(tmp_path):
         found = call(tmp_path / f"{name}.py", "--trials", 1, "--out", out)
         assert found.exit_code == 0, found.output
     assert f"wrote {out / 'second' / 'front.md'}" in found.output.replace("\n", "")
-    assert "# first:" in (out / "front.md").read_text()
+    assert "# first:" in (out / "first" / "front.md").read_text()
     assert "# second:" in (out / "second" / "front.md").read_text()
 
 
@@ -130,10 +130,10 @@ def test_scripts_of_one_name_and_two_spaces_are_not_mixed(tmp_path):
         (tmp_path / folder / "z.py").write_text(text)
     out = tmp_path / "out"
     assert call(tmp_path / "a" / "z.py", "--trials", 1, "--out", out).exit_code == 0
-    before = (out / "results.json").read_text()
+    before = (out / "z" / "results.json").read_text()
     found = call(tmp_path / "b" / "z.py", "--trials", 2, "--out", out)
     assert found.exit_code == 2 and "'x' is gone; 'y' is new" in found.output
-    assert "--out" in found.output and (out / "results.json").read_text() == before
+    assert "--out" in found.output and (out / "z" / "results.json").read_text() == before
 
 
 def test_help_teaches_by_example():

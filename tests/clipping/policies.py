@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import ReleasedNorms
-from clipwise.clipping.grouping import Policy
+from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.clipping.public import PublicData
+from clipwise.clipping.thresholds import Policy
 from tests.gradients.cases import losses
 
 # Names of all of them, for parametrization.

@@ -113,46 +113,6 @@ def test_constants_a_layer() -> None:
     assert [b.sensitivity for b in bounds] == [1.5, 0.5, 0.5, 0.25]
 
 
-def test_constants_from_public_data() -> None:
-    """The quantile of norms that examples have, as autograd has them; the model stays as it is."""
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.norm, self.head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 3)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            y: Tensor = self.head(self.norm(self.table(ids)).mean(1))
-            return y
-
-    torch.manual_seed(0)
-    model, ids, y = Words(), torch.randint(0, 7, (9, 5)), torch.randint(0, 3, (9,))
-
-    def loss(model: nn.Module, ids: Tensor, y: Tensor) -> Tensor:
-        return losses_of(model, (ids, y))
-
-    found = layers.norms_from_public(model, loss, (ids, y))
-    of_upstream = layers.norms_from_public(model, loss, (ids, y), bound="upstream")
-    assert type(model.head) is nn.Linear
-    assert set(found["input_norm"]) == set(found["grad_norm"]) == {"table", "norm", "head"}
-    into_head = model.norm(model.table(ids)).mean(1)
-    longest = found["input_norm"]["head"]
-    scores = model.head(into_head * (longest / into_head.norm(dim=1, keepdim=True)).clamp(max=1))
-    (g,) = torch.autograd.grad(torch.nn.functional.cross_entropy(scores, y, reduction="sum"), scores)
-    norms, upstream = into_head.detach().norm(dim=1), g.norm(dim=1)
-    assert math.isclose(found["input_norm"]["head"], float(norms.median()), rel_tol=1e-4)
-    assert math.isclose(of_upstream["grad_norm"]["head"], float(upstream.median()), rel_tol=2e-3)
-    # With the input that is there, clipped: half of the gradients are longer than C1 C2.
-    both = norms.clamp(max=norms.median()) * upstream / norms.median()
-    assert math.isclose(found["grad_norm"]["head"], float(both.median()), rel_tol=2e-3)
-    layers.clip_inputs(model, **found)
-    assert Backprop().attach(site(model)).bounds[0].sensitivity == found["grad_norm"]["table"]
-    with pytest.raises(ConfigurationError, match="quantile must be"):
-        layers.norms_from_public(network(), loss, (ids, y), quantile=2)
-    with pytest.raises(ConfigurationError, match="bound='both'"):
-        layers.norms_from_public(network(), loss, (ids, y), bound="both")
-
-
 def test_the_default_bound_is_the_smaller_one() -> None:
     model = layers.clip_inputs(network(), input_norm=1.0)
     found = {m.constants.bound for m in model.modules() if isinstance(m, layers.ClippedLayer)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipwise.clipping.grouping import described_groups, group_parameters, norms_of_parts
+from clipwise.clipping.thresholds import described_groups, group_parameters, norms_of_parts
 from clipwise.errors import ConfigurationError
 from clipwise.layers import standardize_weights
 

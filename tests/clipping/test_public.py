@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.errors import ConfigurationError
 from tests.clipping.policies import loss, public, rows

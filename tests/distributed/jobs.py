@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import clipwise
@@ -21,7 +24,6 @@ from clipwise.layers.clipped import clip_inputs
 from clipwise.layers.replace_batchnorm import replace_batchnorm
 
 FEATURES, CLASSES = 5, 3
-LAYOUTS = ("plain", "ddp", "fsdp")
 
 
 def data(size: int = 40) -> TensorDataset:
@@ -41,12 +43,28 @@ def network(seed: int = 0) -> nn.Sequential:
         )  # fmt: skip
 
 
+class Checkpointed(nn.Sequential):
+    """Its activations are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def checkpointed_network() -> nn.Module:
+    model = network()
+    model[2] = Checkpointed(*model[2])
+    return model
+
+
 def laid_out(model: nn.Module, layout: str) -> nn.Module:
     """The model as a user would prepare it for several ranks."""
     if layout == "plain":
         return model
     if layout == "ddp":
         return DistributedDataParallel(model, broadcast_buffers=False)
+    if layout == "tensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"2.0": ColwiseParallel(output_layouts=Replicate())})
     options: dict[str, Any] = {}
     if layout == "hsdp":
         options["mesh"] = init_device_mesh(
@@ -61,6 +79,11 @@ def laid_out(model: nn.Module, layout: str) -> nn.Module:
             fully_shard(child, **options)
     fully_shard(model, **options)
     return model
+
+
+def needs(layout: str) -> dict[str, Any]:
+    """The arguments of `make_private` that a layout needs."""
+    return {"max_physical_batch_size": 1} if layout == "tensor" else {}
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -108,6 +131,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "batch": lambda: Batch(max_norm=1.0, microbatches=4),
     "backprop": lambda: clipwise.Backprop(),
     "public": lambda: PerExample(max_norm=1.0),
+    "checkpointed": lambda: PerExample(max_norm=1.0),
     "users": lambda: Batch(max_norm=1.0),
     "lipschitz": lambda: Lipschitz(max_weight_norm=1.0, input_norm=3.0, loss=LIPSCHITZ_LOSS),
 }
@@ -115,6 +139,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "backprop": lambda: clip_inputs(network(), input_norm=1.0),
     "lipschitz": lambda: bounded_network(),
     "public": lambda: public_network(),
+    "checkpointed": lambda: checkpointed_network(),
 }
 
 

@@ -50,6 +50,7 @@ def begin(folder: Path, layout: str, timeout: float = TIMEOUT) -> tuple[Any, Pri
         clipping=PerExample(1.0),
         ledger=folder / "run.ledger",
         rank_timeout=timeout,
+        **jobs.needs(layout),
     )
 
 
@@ -138,6 +139,8 @@ def require_true_ledger(folder: Path) -> int:
         *(("plain", 1, point) for point in IN_STEP),
         ("fsdp", 0, "ledger.after-fsync"),
         ("fsdp", 1, "loop"),
+        ("tensor", 0, "step.before-grad"),
+        ("tensor", 1, "loop"),
     ],
 )
 def test_the_others_stop_when_a_rank_is_killed(tmp_path: Path, layout: str, culprit: int, point: str) -> None:

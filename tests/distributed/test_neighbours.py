@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ def ranks() -> Iterator[World]:
         yield started
 
 
-def run(data: Dataset[tuple[torch.Tensor, ...]]) -> Private:
-    model = jobs.laid_out(jobs.network(), "ddp")
+def run(layout: str, data: Dataset[tuple[torch.Tensor, ...]]) -> Private:
+    model = jobs.laid_out(jobs.network(), layout)
     private = make_private(
         model,
         jobs.optimizer_of("sgd", model),
@@ -31,22 +32,24 @@ def run(data: Dataset[tuple[torch.Tensor, ...]]) -> Private:
         noise_multiplier=1.0,
         clipping=PerExample(1.0),
         rank_timeout=20.0,
+        **jobs.needs(layout),
     )
     with private:
         jobs.train(model, private, 6)
     return private
 
 
-def audited(rank: int) -> tuple[int, int, float, list[str]]:
+def audited(rank: int, layout: str) -> tuple[int, int, float, list[str]]:
     records = range(36, 40)  # of both ranks
-    report = audit.neighbours(run, jobs.data(), records=records)
+    report = audit.neighbours(partial(run, layout), jobs.data(), records=records)
     return report.pairs, report.moved, report.worst, [str(finding) for finding in report.findings]
 
 
-def test_a_record_moves_the_sum_of_all_ranks_by_its_sensitivity_at_most(ranks: World) -> None:
-    first, second = ranks.run(audited)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tensor"])
+def test_a_record_moves_the_sum_of_all_ranks_by_its_sensitivity_at_most(ranks: World, layout: str) -> None:
+    first, second = ranks.run(audited, layout)
     pairs, moved, worst, findings = first
     assert not findings
     assert pairs > 1 and moved > 0
-    assert 0.5 < worst <= 1.0 + 1e-4
-    assert second[:2] == first[:2] and second[3] == findings
+    assert 0.95 < worst <= 1.0 + 1e-4  # the norm over all shards
+    assert second == first

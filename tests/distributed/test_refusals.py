@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from clipwise import MemoryLedger, PerExample, contrib, make_private
+from clipwise import Batch, MemoryLedger, PerExample, contrib, make_private
 from tests.distributed import jobs
 from tests.distributed.world import World, world
 
@@ -72,15 +72,26 @@ def sharded_optimizer(rank: int) -> Run:
     return run_with(model, optimizer=optimizer)
 
 
-def tensor_parallel(rank: int) -> Run:
+def tensor_parallel(rank: int, **options: Any) -> Run:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    return run_with(parallelize_module(nn.Sequential(nn.Linear(jobs.FEATURES, 4)), mesh, {"0": ColwiseParallel()}))
+    layers = nn.Sequential(nn.Linear(jobs.FEATURES, 4), nn.LayerNorm(4))
+    model = parallelize_module(layers, mesh, {"0": ColwiseParallel()})
+    with torch.no_grad():
+        layers[1].weight += options.pop("unequal", 0) * rank
+    return run_with(model, **({"max_physical_batch_size": 1} | options))
 
 
 def tensor_parallel_and_sharded(rank: int) -> Run:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(jobs.FEATURES, 4)), mesh["tp"], {"0": ColwiseParallel()})
     return run_with(fully_shard(model, mesh=mesh["dp"]))
+
+
+def split_over_one_rank(rank: int) -> Run:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "other"))
+    layers = nn.Sequential(nn.Linear(jobs.FEATURES, 4), nn.Linear(4, 4))
+    model = parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel()})
+    return run_with(parallelize_module(model, mesh["other"], {"1": ColwiseParallel()}), max_physical_batch_size=1)
 
 
 def sharded_parts_only(rank: int) -> Run:
@@ -141,8 +152,17 @@ REFUSED: dict[str, tuple[Callable[[int], Run], str]] = {
     "DeepSpeed": (deepspeed_engine, "DeepSpeed (DeepSpeedEngine) is not supported"),
     "ZeRO-3": (deepspeed_weights, "DeepSpeed (ZeRO stage 3) is not supported"),
     "ZeroRedundancyOptimizer": (sharded_optimizer, "ZeroRedundancyOptimizer is not supported"),
-    "tensor parallelism": (tensor_parallel, "tensor parallelism (parallelize_module) is not supported"),
-    "tensor parallelism with FSDP2": (tensor_parallel_and_sharded, "tensor parallelism (parallelize_module) is not"),
+    "split: whole batches": (partial(tensor_parallel, max_physical_batch_size=None), "max_physical_batch_size=1"),
+    "split: Batch": (partial(tensor_parallel, clipping=Batch(1.0, microbatches=8)), "clipping=Batch with these"),
+    "split: Sparse": (
+        partial(tensor_parallel, clipping=PerExample(1.0, sparse=contrib.Sparse())),
+        "sparse=Sparse(...) is not supported with tensor",
+    ),
+    "split: loss": (partial(tensor_parallel, loss=lambda x, y: x.sum(1)), "loss= is not supported with tensor"),
+    "split: penalty": (partial(tensor_parallel, penalty=lambda model: 0.0), "penalty is not supported with tensor"),
+    "split: two meshes": (split_over_one_rank, "on the same mesh dimension for all layers"),
+    "split: other weights": (partial(tensor_parallel, unequal=1), "The weights are not the same on all ranks"),
+    "split and FSDP2": (tensor_parallel_and_sharded, "(parallelize_module) together with fully_shard"),
     "parts of a model": (sharded_parts_only, "call fully_shard(model) last"),
     "a part of the ranks": (sharded_over_one_rank, "shard the model over all ranks"),
     "sharded Lipschitz": (partial(sharded_with, "lipschitz"), "Lipschitz is not supported for a model sharded"),

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Batch, PerExample, Private, Quantile, layers, make_private
-from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, Multipliers
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.public import PublicData

@@ -14,7 +14,7 @@ from clipwise import Backprop, Batch, Lipschitz, PerExample, Private, Quantile, 
 from clipwise.clipping import Strategy
 from clipwise.contrib import Adaptive, Multipliers, RandomLayer, ReleasedNorms, Sparse
 from clipwise.errors import ConfigurationError
-from clipwise.noise.secure.grid import grid_step
+from clipwise.noise.secure.rounded import grid_step
 
 ROWS = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)))
 

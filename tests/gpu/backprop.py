@@ -28,7 +28,7 @@ from clipwise.kernels.factors import (
 )
 from clipwise.layers import clip_inputs
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.scales import LIMITS
+from clipwise.layers.clipped.layer import LIMITS
 from tests.gpu.verdicts import Verdicts, failures_of
 from tests.layers.clipped.cases import CASES, bounds, clipped, inputs
 

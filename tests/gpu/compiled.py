@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise import Backprop, Batch, PerExample, Private, layers, make_private
-from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import NormDecay
+from clipwise.clipping.contrib.policies import Adaptive
 from clipwise.clipping.public import PublicData
 from clipwise.engine import compiled, cuda_graphs
 from clipwise.engine.compiled import CaptureWarning, CompiledStep

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.gradients import Memory, free_memory, per_example_gradients
-from clipwise.gradients.reweight import Reweighted
+from clipwise.gradients.methods import Reweighted
 from clipwise.gradients.rules import registry
 from clipwise.gradients.stream import Stream
 from tests.gpu.verdicts import Verdicts, failures_of

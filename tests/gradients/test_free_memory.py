@@ -10,7 +10,7 @@ from torch import nn
 
 from clipwise.gradients import Memory, free_memory, per_example_gradients
 from clipwise.gradients.examples import PerExampleGradients
-from clipwise.gradients.reweight import Reweighted
+from clipwise.gradients.methods import Reweighted
 from clipwise.gradients.stream import Stream
 from tests.gradients.cases import trainable
 

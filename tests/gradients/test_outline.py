@@ -12,8 +12,7 @@ from clipwise.errors import UnsupportedModelError
 from clipwise.gradients import Memory, by_loop, per_example_gradients
 from clipwise.gradients import walk as walking
 from clipwise.gradients.forms import Tied
-from clipwise.gradients.layout import Layout
-from clipwise.gradients.owners import Ragged
+from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.walk import Graph, Outlines, walk
 from tests.gradients.cases import trainable
 

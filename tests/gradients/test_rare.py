@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping import PerExample
 from clipwise.clipping.per_example import PerExampleClipper
-from clipwise.gradients.rare import PutAside, Rare
+from clipwise.gradients.precision import PutAside, Rare
 from tests.soundness.neighbours import attach
 
 questions = st.lists(st.lists(st.booleans(), min_size=1, max_size=5), max_size=6)

@@ -1,4 +1,4 @@
-"""The recursions of recurrence.py against plain autograd, in float64, for all kinds, states and lengths.
+"""The recursions of recurrent.py against plain autograd, in float64, for all kinds, states and lengths.
 
 The fused operations of one machine cover only some of these cases.
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from clipwise.gradients.rules.recurrence import Layer
-from clipwise.gradients.rules.recurrent import _KINDS
+from clipwise.gradients.rules.recurrent import _KINDS, Layer
 
 T, N, D, H = 6, 4, 3, 5
 LENGTHS = [6, 4, 4, 1]

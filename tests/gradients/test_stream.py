@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.gradients import FallbackWarning, Memory, per_example_gradients, stream
-from clipwise.gradients.rare import Rare
-from clipwise.gradients.reweight import Reweighted
+from clipwise.gradients.methods import Reweighted
+from clipwise.gradients.precision import Rare
 from clipwise.gradients.rules import registry
 from tests.gradients.cases import CASES, Case, losses, oracle, trainable
 

@@ -7,7 +7,7 @@ import torch
 
 from clipwise.kernels import factors, launch, measures, scaled, tangent, weighted
 from clipwise.kernels.factors import Limits, Norms
-from clipwise.layers.clipped.scales import LIMITS, input_scales, upstream_scales
+from clipwise.layers.clipped.layer import LIMITS, input_scales, upstream_scales
 from tests.kernels.ways import both, needs_triton
 
 SHAPES = [(3, 5, 7), (2, 70, 3), (4, 33, 1), (1, 3, 3000), (2, 1, 130), (5, 4, 64)]

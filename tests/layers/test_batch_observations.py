@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipwise.layers import BatchStatisticsNorm, without_running_statistics
-from clipwise.layers.batch_observations import observations, observed
+from clipwise.layers.batch_statistics import observations, observed
 
 
 def watched(*modules: nn.Module) -> nn.Sequential:

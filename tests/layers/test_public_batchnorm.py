@@ -16,13 +16,7 @@ from torch import nn
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients import METHODS, FallbackWarning
-from clipwise.layers.public_batchnorm import (
-    PUBLIC_KINDS,
-    PublicBatchNorm,
-    PublicBatchNorm1d,
-    PublicBatchNorm2d,
-    PublicBatchNorm3d,
-)
+from clipwise.layers.public_batchnorm import PUBLIC_KINDS, PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.validation.inventory import Changes
 from tests.gradients.cases import losses as some_losses
@@ -31,12 +25,7 @@ from tests.layers.normalized import SOUND, images, labels, losses_of, network, p
 from tests.optimizers import ThroughData
 from tests.sites import site
 
-SHAPES = [
-    (PublicBatchNorm1d, ()),
-    (PublicBatchNorm1d, (5,)),
-    (PublicBatchNorm2d, (3, 2)),
-    (PublicBatchNorm3d, (2, 1, 3)),
-]
+SHAPES = [(PublicBatchNorm, ()), (PublicBatchNorm, (5,)), (PublicBatchNorm, (3, 2)), (PublicBatchNorm, (2, 1, 3))]
 BY_KIND = pytest.mark.parametrize("kind", SOUND)
 
 
@@ -140,9 +129,9 @@ def test_a_correction_is_linear_and_leaves_other_entries_alone() -> None:
 
 
 def test_a_norm_without_trainable_predecessors_has_no_correction() -> None:
-    alone = PublicBatchNorm1d(2, kind="public-exact")
-    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), PublicBatchNorm1d(2, kind="public-exact"))
-    behind = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"), nn.Linear(2, 1))
+    alone = PublicBatchNorm(2, kind="public-exact")
+    frozen = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), PublicBatchNorm(2, kind="public-exact"))
+    behind = nn.Sequential(PublicBatchNorm(2, kind="public-exact"), nn.Linear(2, 1))
     for model in (alone, frozen, behind):
         statistics = PublicStatistics(model, torch.randn(4, 2))
         statistics.refresh()
@@ -160,7 +149,7 @@ def test_two_releases_at_the_same_weights_get_the_same_correction() -> None:
 def test_a_correction_needs_the_gradients_of_scale_and_shift() -> None:
     model, statistics = sound("public-exact")
     released = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    place, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, PublicBatchNorm2d))
+    place, layer = next((n, m) for n, m in model.named_modules() if isinstance(m, PublicBatchNorm))
     without = {name: g for name, g in released.items() if name != f"{place}.bias"}
     for gradients in (without, released | {f"{place}.weight": torch.zeros(layer.num_features + 1)}):
         with pytest.raises(ConfigurationError, match=f"Layer '{place}'.*gradients of its scale and shift"):
@@ -176,12 +165,12 @@ def test_the_other_kinds_correct_nothing() -> None:
 
 def test_exactness_needs_a_scale_and_a_shift_of_its_own() -> None:
     with pytest.raises(ConfigurationError, match="scale and a shift"):
-        PublicBatchNorm2d(4, affine=False, kind="public-exact")
-    frozen = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"))
+        PublicBatchNorm(4, affine=False, kind="public-exact")
+    frozen = nn.Sequential(PublicBatchNorm(2, kind="public-exact"))
     frozen[0].bias.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"'0'.*trainable bias"):
+    with pytest.raises(ConfigurationError, match=r"'0'.*bias of its own"):
         PublicStatistics(frozen, torch.randn(3, 2))
-    shared = nn.Sequential(PublicBatchNorm1d(2, kind="public-exact"), PublicBatchNorm1d(2, kind="public-exact"))
+    shared = nn.Sequential(PublicBatchNorm(2, kind="public-exact"), PublicBatchNorm(2, kind="public-exact"))
     shared[1].weight = shared[0].weight
     with pytest.raises(ConfigurationError, match=r"'0'.*weight of its own"):
         PublicStatistics(shared, torch.randn(3, 2))
@@ -287,7 +276,7 @@ def test_a_copy_has_statistics_of_its_own() -> None:
 
 def test_a_layer_without_statistics_is_an_error() -> None:
     with pytest.raises(StepError, match="no public statistics"):
-        PublicBatchNorm1d(2)(torch.randn(3, 2))
+        PublicBatchNorm(2)(torch.randn(3, 2))
     with pytest.raises(ConfigurationError, match="no layer with public statistics"):
         PublicStatistics.of(nn.Linear(2, 2))
 
@@ -381,7 +370,7 @@ def test_statistics_of_these_rows_count_these_rows() -> None:
 class Again(nn.Module):
     def __init__(self, times: int) -> None:
         super().__init__()
-        self.norm, self.times = PublicBatchNorm1d(2), times
+        self.norm, self.times = PublicBatchNorm(2), times
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.times):
@@ -414,11 +403,11 @@ def test_public_rows_must_be_rows(rows: object) -> None:
 
 
 def test_inputs_must_have_the_shape_of_the_layer() -> None:
-    for layer, x in ((PublicBatchNorm2d(3), torch.randn(2, 3)), (PublicBatchNorm1d(3), torch.randn(2, 4))):
-        with pytest.raises(ConfigurationError, match=r"takes inputs of .* dimensions with 3 channels"):
+    for layer, x in ((PublicBatchNorm(3), torch.randn(3)), (PublicBatchNorm(3), torch.randn(2, 4))):
+        with pytest.raises(ConfigurationError, match=r"takes inputs of shape \[B, 3"):
             layer(x)
     with pytest.raises(ConfigurationError, match="kind='private' is not known"):
-        PublicBatchNorm1d(3, kind="private")
+        PublicBatchNorm(3, kind="private")
 
 
 class Recurrent(nn.Module):
@@ -426,7 +415,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.cell, self.norm = nn.LSTM(3, 4, dropout=0.5, num_layers=2), PublicBatchNorm1d(4, kind=kind)
+        self.cell, self.norm = nn.LSTM(3, 4, dropout=0.5, num_layers=2), PublicBatchNorm(4, kind=kind)
         self.seen: list[tuple[bool, bool, bool]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -458,7 +447,7 @@ def test_convolutions_keep_cudnn() -> None:
 
 
 def test_the_public_pass_is_not_random_and_keeps_modes() -> None:
-    model = nn.Sequential(nn.Dropout(0.5), PublicBatchNorm1d(2), nn.Dropout(0.5).eval())
+    model = nn.Sequential(nn.Dropout(0.5), PublicBatchNorm(2), nn.Dropout(0.5).eval())
     statistics = PublicStatistics(model, torch.randn(5, 2))
     statistics.refresh()
     first = model[1].running_mean.clone()

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, Private, make_private
 from clipwise.errors import ConfigurationError
-from clipwise.layers import PublicBatchNorm1d, PublicStatistics, replace_batchnorm
+from clipwise.layers import PublicBatchNorm, PublicStatistics, replace_batchnorm
 from clipwise.layers.public_statistics import AllPublicStatistics
 
 SIZE, FEATURES, WIDTH = 16, 6, 8
@@ -106,11 +106,11 @@ def test_a_run_follows_all_of_them() -> None:
 def test_a_scale_that_is_not_trained_is_refused_before_anything_is_released() -> None:
     frozen = wrapped()
     frozen[0][1].weight.requires_grad_(False)
-    with pytest.raises(ConfigurationError, match=r"'1'.*trainable weight"):
+    with pytest.raises(ConfigurationError, match=r"'1'.*weight of its own that is trained"):
         run(frozen)
     whole = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     replace_batchnorm(whole, rows(12, 3), "public-exact")
-    with pytest.raises(ConfigurationError, match=r"'3'.*no parameter of the model that is trained"):
+    with pytest.raises(ConfigurationError, match=r"'3'.*train the whole model"):
         run(whole[:2])
 
 
@@ -131,7 +131,7 @@ def test_a_model_without_public_statistics_is_unaffected() -> None:
 
 
 def test_a_layer_without_public_rows_is_named_before_anything_is_drawn() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), PublicBatchNorm1d(4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(3, 4), PublicBatchNorm(4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"Layer '1' \(PublicBatchNorm1d\) has no public statistics"):
+    with pytest.raises(ConfigurationError, match=r"Layer '1' \(PublicBatchNorm\) has no public statistics"):
         make_private(model, optimizer, TensorDataset(torch.randn(8, 3)), batch_size=2, noise_multiplier=1.0)

@@ -102,47 +102,15 @@ def test_groups_divide_the_channels(channels: int, fewest: int) -> None:
 
 
 def test_groups_of_one_value_are_refused() -> None:
-    def one_channel() -> nn.Module:
-        return nn.Sequential(nn.BatchNorm2d(1))
-
-    for kind in ("group", "layer"):
-        with pytest.raises(ConfigurationError, match=r"'0'.*one value.*give public rows"):
-            replace_batchnorm(one_channel(), kind=kind)
-        with pytest.raises(ConfigurationError, match=r"'0'.*one value.*Use no normalization there"):
-            replace_batchnorm(one_channel(), torch.randn(2, 1, 1, 1), kind)
-        model, _ = replace_batchnorm(one_channel(), torch.randn(2, 1, 3, 3), kind)
-        assert model(torch.randn(2, 1, 3, 3)).std() > 0.5
     with pytest.raises(ConfigurationError, match=r"'0'.*one value"):
         replace_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), kind="group", groups=4)
     with pytest.raises(ConfigurationError, match=r"'0'.*groups=3 does not divide its 4"):
         replace_batchnorm(nn.Sequential(nn.BatchNorm1d(4)), kind="group", groups=3)
 
 
-@given(channels=st.integers(2, 64), side=st.integers(1, 4))
-def test_groups_have_eight_values_where_positions_are_known(channels: int, side: int) -> None:
-    """Normalizing two values leaves only a sign."""
-    rows = torch.randn(2, channels, side, side)
-    model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(channels)), rows, "group")
-    groups = model[0].num_groups
-    assert groups == 1 or channels // groups * side * side >= 8
-    assert channels // groups >= 2
-
-
-def test_many_or_unknown_positions_leave_two_channels_per_group() -> None:
-    for rows in (None, torch.randn(2, 16, 4, 4)):
-        model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(16)), rows, "group")
-        assert model[0].num_groups == 8
-
-
-def test_counting_positions_leaves_the_model_unchanged() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout())
-    before = model[0].running_mean.clone()
-    with pytest.raises(ConfigurationError):
-        replace_batchnorm(model, torch.randn(2, 2, 1, 1), "group", groups=2)
-    assert torch.equal(before, model[0].running_mean)
-    assert not model[0]._forward_pre_hooks
-    assert model[0].training
-    assert model[1].training
+def test_positions_leave_two_channels_per_group() -> None:
+    model, _ = replace_batchnorm(nn.Sequential(nn.BatchNorm2d(16)), kind="group")
+    assert model[0].num_groups == 8
 
 
 class NormWithMore(nn.BatchNorm2d):
@@ -184,8 +152,8 @@ def test_a_refusal_leaves_the_model_as_it_was() -> None:
             replace_batchnorm(model, torch.randn(5, 4), "public-exact")
         assert list(model) == before
         model(torch.randn(3, 4))
-    with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
-        replace_batchnorm(model, torch.randn(5, 9), "group")
+    with pytest.raises(ConfigurationError, match="takes inputs of shape"):
+        replace_batchnorm(model, torch.randn(5, 9), "public")
     assert list(model) == before
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, L2Attention
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
 from clipwise.lipschitz.bounds import Bounds, bounds_of
 from clipwise.lipschitz.trace import trace
 
@@ -25,29 +25,19 @@ ACTIVATIONS: list[Callable[[], nn.Module]] = [
     nn.SELU,
     nn.Hardswish,
     lambda: nn.ELU(1.7),
-    nn.CELU,
-    lambda: nn.CELU(0.3),
     lambda: nn.ELU(-1.5),
     lambda: nn.Softplus(beta=-1.5),
     lambda: nn.Softplus(beta=3.0, threshold=-2.0),
     lambda: nn.LeakyReLU(-2.0),
-    lambda: nn.RReLU(-3.0, 0.2),
     lambda: nn.Hardtanh(1.0, 3.0),
-    lambda: nn.Softshrink(0.0),
-    lambda: nn.Hardshrink(-1.0),
     lambda: nn.LeakyReLU(0.3),
     lambda: nn.LeakyReLU(1.8),
-    nn.PReLU,
-    lambda: nn.PReLU(init=-1.5),
     nn.Hardsigmoid,
     nn.LogSigmoid,
     nn.Softsign,
-    nn.Tanhshrink,
-    nn.Softshrink,
     nn.Hardtanh,
     nn.ReLU6,
     lambda: nn.Dropout(0.4),
-    lambda: nn.Softmax(-1),
 ]
 
 
@@ -79,18 +69,6 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale + self.shift
-
-
-class Last(nn.Module):
-    """The last position of a recurrent layer, or all positions."""
-
-    def __init__(self, inner: nn.Module, all_positions: bool) -> None:
-        super().__init__()
-        self.inner, self.all_positions = inner, all_positions
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.inner(x)
-        return states.flatten(1) if self.all_positions else states[:, -1]
 
 
 class Mean(nn.Module):
@@ -181,33 +159,12 @@ def _pool(dice: random.Random, dims: int) -> nn.Module:
     return nn.Identity()
 
 
-def sequential(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
-    """Recurrent layers and attention."""
-    length, width = dice.randint(1, 4), 2 * dice.randint(1, 2)
-    inner: nn.Module
-    if dice.random() < 0.3:
-        attention = L2Attention(width, heads=dice.choice([1, 2]), causal=dice.random() < 0.5, bias=True)
-        return nn.Sequential(attention, Mean(), nn.Linear(width, 2)), (length, width)
-    hidden, both = dice.randint(1, 3), dice.random() < 0.3
-    options = {"batch_first": True, "bidirectional": both, "num_layers": dice.randint(1, 2)}
-    kind = dice.choice(["rnn", "relu", "gru", "lstm"])
-    if kind == "gru":
-        inner = nn.GRU(width, hidden, **options)
-    elif kind == "lstm":
-        inner = nn.LSTM(width, hidden, **options)
-    else:
-        inner = nn.RNN(width, hidden, nonlinearity="relu" if kind == "relu" else "tanh", **options)
-    outs = hidden * (2 if both else 1)
-    everything = dice.random() < 0.5
-    return (nn.Sequential(Last(inner, everything), nn.Linear(outs * (length if everything else 1), 2)), (length, width))
-
-
 def table(dice: random.Random) -> tuple[nn.Module, tuple[int, ...]]:
     width, length = dice.randint(1, 4), dice.randint(1, 4)
     return nn.Sequential(nn.Embedding(3, width), Mean(), nn.Tanh(), nn.Linear(width, 2)), (length,)
 
 
-FAMILIES = {"dense": dense, "convolutional": convolutional, "sequential": sequential, "table": table}
+FAMILIES = {"dense": dense, "convolutional": convolutional, "table": table}
 
 
 def draw(family: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, tuple[int, ...]]:

@@ -10,8 +10,9 @@ from clipwise import Lipschitz
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClipInput
 from clipwise.lipschitz import bounds_of, limits_of, trace
-from clipwise.lipschitz.balance import balance_, noise_of, pairs_of
 from clipwise.lipschitz.bounds import measured_norms
+from clipwise.lipschitz.weights import balance_, pairs_of
+from experiments.lip_dp_sgd.bound_tightness import noise_of
 from tests.clipping.test_lipschitz import train
 from tests.runs import CLASSES, FEATURES, private_run
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clipwise.layers import ClipInput
-from clipwise.lipschitz import batched_norms, limits_of, trace
-from clipwise.lipschitz.batched_norms import Frobenius, Length, LongestRow, Spectral, Vector, Wanted, measured_together
+from clipwise.lipschitz import limits_of, matrix_norms, trace
 from clipwise.lipschitz.bounds import measured_norms
+from clipwise.lipschitz.matrix_norms import Frobenius, Length, LongestRow, Spectral, Vector, Wanted, measured_together
 from clipwise.lipschitz.weights import clip_and_measure_
 
 KINDS = ("any", "rank one", "flat", "uneven", "zero")
@@ -41,7 +41,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Run the accelerator's method, padded matrices in one iteration, on a CPU too."""
     if request.param == "iterated together":
         monkeypatch.setattr(Spectral, "is_quick", False)
-        monkeypatch.setattr(batched_norms, "_filled_side", lambda gram: 48)
+        monkeypatch.setattr(matrix_norms, "_filled_side", lambda gram: 48)
     return str(request.param)
 
 
@@ -131,4 +131,4 @@ def test_norms_hold_under_adversarial_updates(method: str) -> None:
 def test_lengths_are_computed_together_only_on_a_cpu() -> None:
     """Elsewhere the sum may use another dtype than float64, and the norm would not be certified."""
     near, far = Vector(torch.ones(4)), Vector(torch.ones(4, device="meta"))
-    assert list(batched_norms._lengths([near, far])) == [id(near)]
+    assert list(matrix_norms._lengths([near, far])) == [id(near)]

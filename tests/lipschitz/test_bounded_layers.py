@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, L2Attention, L2Mixture
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
 from clipwise.lipschitz import SoftmaxCrossEntropy, trace
 from clipwise.lipschitz.activations import FUNCTIONS, MODULES, constants_of
 
@@ -76,17 +76,6 @@ def test_the_slope_of_a_bounded_norm_is_at_most_one_over_alpha(seed: int, scale:
     assert float(torch.linalg.matrix_norm(jacobian, 2)) <= (1 + 1e-12) / 0.3
 
 
-def test_attention_weighs_by_distances_and_looks_back_only_if_causal() -> None:
-    u, v = torch.randn(2, 1, 3, 4)
-    scores = -(u[0].unsqueeze(0) - u[0].unsqueeze(1)).square().sum(-1) / 2
-    assert torch.allclose(L2Mixture()(u, v)[0], scores.softmax(-1) @ v[0], atol=1e-6)
-    causal = L2Attention(4, heads=2, causal=True)
-    changed = u.clone()
-    changed[:, 2] += 1
-    assert torch.allclose(causal(u)[:, :2], causal(changed)[:, :2])
-    assert not torch.allclose(causal(u)[:, 2], causal(changed)[:, 2])
-
-
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
 def test_slopes_of_activations_are_true_and_reached(kind: type[nn.Module]) -> None:
     module = kind()
@@ -123,8 +112,6 @@ def test_slopes_of_functions_are_true(function: object) -> None:
         lambda: BoundedLayerNorm(4, alpha=0.0),
         lambda: BoundedLayerNorm(4, alpha=-1.0),  # its bounds would be negative
         lambda: BoundedGroupNorm(2, 4, alpha=-1.0),
-        lambda: L2Attention(5, heads=2),
-        lambda: L2Mixture(0),
         lambda: ClipInput(1.0)(torch.ones(2, 3, dtype=torch.long)),
         lambda: BoundedLayerNorm(4)(torch.ones(2, 3)),
     ],

@@ -17,7 +17,7 @@ from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.lipschitz import bounds_of, clip_weights_, limits_of, trace
 from tests.lipschitz.networks import draw, ratios
 
-MANY = {"dense": 400, "convolutional": 300, "sequential": 120, "table": 150}
+MANY = {"dense": 400, "convolutional": 300, "table": 150}
 
 
 @pytest.mark.parametrize("family", MANY)
@@ -32,7 +32,7 @@ def test_no_gradient_exceeds_its_bound(family: str) -> None:
     assert best > 0.9  # bounds are reached, so a smaller one would be wrong
 
 
-@pytest.mark.parametrize("family", ["dense", "convolutional", "sequential"])
+@pytest.mark.parametrize("family", ["dense", "convolutional"])
 @pytest.mark.filterwarnings("ignore")
 def test_no_gradient_exceeds_its_bound_under_ascent(family: str) -> None:
     for seed in range(40):
@@ -65,7 +65,7 @@ def test_fixed_limits_that_differ_within_a_layer_bound_it_by_the_larger_one(limi
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["dense", "convolutional", "sequential", "table"])
+@pytest.mark.parametrize("family", ["dense", "convolutional", "table"])
 def test_fixed_limits_bound_every_network_that_is_clipped_to_them(family: str) -> None:
     for seed in range(40):
         model, shape = draw(family, seed)
@@ -111,27 +111,6 @@ def test_a_constant_image_needs_the_count_of_windows() -> None:
     assert 2.8 < float(g.norm()) <= bound <= 3.01
 
 
-def test_an_lstm_that_forgets_nothing_adds_up_over_time() -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.clip, self.lstm = ClipInput(0.1), nn.LSTM(1, 1, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.lstm(self.clip(x))[0][:, -1]
-
-    model = Last()
-    with torch.no_grad():
-        for p in model.lstm.parameters():
-            p.zero_()
-        model.lstm.weight_ih_l0[2] = 1.0  # gates are in the order i, f, g, o
-        model.lstm.bias_ih_l0[[0, 1, 3]] = 10.0
-    (g,) = torch.autograd.grad(model(torch.ones(1, 9, 1)).sum(), model.lstm.weight_ih_l0)
-    bound = bounds_of(trace(model, (9, 1)), 1.0).sensitivities["lstm.weight_ih_l0"]
-    gate = math.sqrt(17 + 81) / 4 * 0.1  # the bound for one position
-    assert gate < float(g.norm()) <= bound
-
-
 class Branches(nn.Module):
     def __init__(self, joined: bool) -> None:
         super().__init__()
@@ -175,9 +154,9 @@ def test_the_bias_of_a_convolution_sums_over_its_windows() -> None:
         (nn.GroupNorm(1, 4), "GroupNorm.*BoundedGroupNorm"),
         (nn.LogSoftmax(1), "LogSoftmax.*logits"),
         (nn.Bilinear(4, 4, 2), "'1' .Bilinear.*no bound"),
-        (nn.TransformerEncoderLayer(4, 2), "L2Attention"),
+        (nn.TransformerEncoderLayer(4, 2), "another strategy"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "ParametrizedLinear"),
-        (nn.Softmax(0), "dimension 0"),
+        (nn.Softmax(1), "no bound is known"),
     ],
 )
 def test_layers_without_a_bound_are_refused_by_name(layer: nn.Module, said: str) -> None:
@@ -199,8 +178,8 @@ class Function(nn.Module):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda x: x @ x.transpose(1, 2), "L2Attention"),
-        (lambda x: F.scaled_dot_product_attention(x, x, x), "L2Attention"),
+        (lambda x: x @ x.transpose(1, 2), "another strategy"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x), "another strategy"),
         (lambda x: x.exp(), "exp.*no bound"),
         (lambda x: 1 / x, "division"),
         (lambda x: x.flatten(0, 1), "each example"),
@@ -211,7 +190,6 @@ class Function(nn.Module):
         (lambda x: torch.cat([x, x]), "each example"),
         (lambda x: x[0:1] + x, "each example"),
         (lambda x: x.flip(0), "flip"),
-        (lambda x: F.celu(x, -1.0), "celu.*positive alpha"),
         (lambda x: x if x.sum() > 0 else -x, "cannot be traced"),
     ],
 )
@@ -229,7 +207,7 @@ def test_an_untraceable_module_is_named() -> None:
 def test_layers_with_public_statistics_are_refused_by_name() -> None:
     model = nn.Sequential(ClipInput(1.0), nn.Linear(4, 3), nn.BatchNorm1d(3))
     replace_batchnorm(model, torch.randn(5, 4))
-    with pytest.raises(UnsupportedModelError, match=r"'2' \(PublicBatchNorm1d\).*BoundedGroupNorm"):
+    with pytest.raises(UnsupportedModelError, match=r"'2' \(PublicBatchNorm\).*BoundedGroupNorm"):
         trace(model, (4,))
 
 

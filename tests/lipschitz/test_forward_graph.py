@@ -70,7 +70,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "all pairs of sums": (lambda m, x: m.b(m.a(x) * (x.sum(1) - x.sum(1, keepdim=True)).mean(1)), "second"),
     "a product with weights": (lambda m, x: x @ m.a.weight, "use nn.Linear"),
     "a linear function": (lambda m, x: F.linear(x, m.b.weight), "use nn.Linear"),
-    "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "L2Attention"),
+    "dot products": (lambda m, x: (x.unsqueeze(2) @ x.unsqueeze(1)).sum(1), "another strategy"),
     "a clamp": (lambda m, x: m.a(x.clamp(0, 1)), "nn.Hardtanh"),
     "the number of examples": (lambda m, x: m.a(x + 1000.0 / x.shape[0]), "number of examples, which is secret"),
     "a slice of as many": (
@@ -86,7 +86,7 @@ HIDDEN: dict[str, tuple[Callable[[By, Tensor], Tensor], str]] = {
     "examples moved on": (lambda m, x: m.a(F.pad(x, (0, 0, 1, -1))), "pads the dimension that holds the examples"),
     "no dimension": (lambda m, x: m.a(x.squeeze()), "a batch of one example.*give dim"),
     "that of examples": (lambda m, x: m.a(x.squeeze(0)), "dimension 0, which holds the examples"),
-    "half precision": (lambda m, x: m.a(x + torch.softmax(x, 1, dtype=torch.half)), "returns torch.float16"),
+    "half precision": (lambda m, x: m.a(x + x.mean(1, dtype=torch.half).unsqueeze(1)), "returns torch.float16"),
     "a clipped input in place": (lambda m, x: m.a(F.relu(x, inplace=True)), "the output of ClipInput"),
     "pieces": (lambda m, x: m.a(torch.cat(x.split(2, 1), 1)), "use slices"),
     "a stack": (lambda m, x: m.a(torch.stack([x, x], 1)), "torch.cat"),
@@ -203,7 +203,6 @@ SETTINGS: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module]] = {
     "leaky_relu": (F.leaky_relu, nn.LeakyReLU()),
     "leaky_relu, steeper": (lambda x: F.leaky_relu(x, 3.0), nn.LeakyReLU(3.0)),
     "elu": (lambda x: F.elu(input=x, alpha=2.0), nn.ELU(2.0)),
-    "celu": (F.celu, nn.CELU()),
     "gelu": (lambda x: F.gelu(x, approximate="tanh"), nn.GELU("tanh")),
     "softplus": (lambda x: F.softplus(x, 2.0), nn.Softplus(2.0)),
     "hardtanh": (lambda x: F.hardtanh(x, -0.1, 0.2), nn.Hardtanh(-0.1, 0.2)),
@@ -238,19 +237,11 @@ def test_models_that_cannot_be_traced_are_refused_with_a_remedy() -> None:
         trace(nn.Sequential(ClipInput(1.0), nn.LazyLinear(2)), (3,))
 
 
-def test_weights_tied_within_a_recurrent_layer_are_refused() -> None:
-    run = nn.GRU(3, 3, batch_first=True)
-    run.bias_hh_l0 = run.bias_ih_l0
-    with pytest.raises(UnsupportedModelError, match=r"'1' \(GRU\).*tied within it"):
-        trace(nn.Sequential(ClipInput(1.0), run), (4, 3))
-
-
 ROWS: dict[str, tuple[nn.Module, tuple[int, ...], str]] = {
     "max": (nn.MaxPool2d(3, 1), (5, 5), "no channel dimension"),
     "average": (nn.AvgPool2d(3, 1), (5, 5), "no channel dimension"),
     "adaptive": (nn.AdaptiveAvgPool2d(2), (5, 5), "no channel dimension"),
     "line": (nn.MaxPool1d(3, 1), (5,), "no channel dimension"),
-    "recurrent": (nn.GRU(5, 2, batch_first=True), (5,), r"\(length, width\)"),
 }
 
 
@@ -262,15 +253,7 @@ def test_examples_are_not_taken_for_channels_or_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [
-        nn.CELU(-1.0),
-        nn.CELU(0.0),
-        nn.Softplus(beta=0.0),
-        nn.Softplus(threshold=500.0),
-        nn.ELU(float("nan")),
-        nn.LeakyReLU(float("inf")),
-    ],
+    "layer", [nn.Softplus(beta=0.0), nn.Softplus(threshold=500.0), nn.ELU(float("nan")), nn.LeakyReLU(float("inf"))]
 )
 def test_settings_without_a_slope_are_refused(layer: nn.Module) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"'1' \({type(layer).__name__}\)"):

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise.lipschitz.batched_norms import measured_together
 from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, Windows, torus_bound, windows_of
-from clipwise.lipschitz.matrix_norms import frobenius_norms, gram_bounds, spectral_bounds
+from clipwise.lipschitz.matrix_norms import frobenius_norms, gram_bounds, measured_together, spectral_bounds
 from clipwise.lipschitz.rule import Call, Effort, Rounding
 
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 40))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import GraphMatch, trace
-from clipwise.lipschitz.output_graph_check import _settings
+from clipwise.lipschitz.traced_model_check import _settings
 from tests.lipschitz.networks import FAMILIES, draw
 
 

@@ -14,11 +14,10 @@ from clipwise.lipschitz import bounds_of, trace
 from clipwise.lipschitz.activations import MODULES, constants_of
 
 SETTINGS: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__: kind for kind in MODULES if kind is not nn.RReLU},  # whose slope is random
+    **{kind.__name__: kind for kind in MODULES},
     "LeakyReLU(-2)": lambda: nn.LeakyReLU(-2.0),
     "ELU(1.7)": lambda: nn.ELU(1.7),
     "ELU(-1.5)": lambda: nn.ELU(-1.5),
-    "CELU(0.3)": lambda: nn.CELU(0.3),
     "GELU(tanh)": lambda: nn.GELU(approximate="tanh"),
     "Softplus(0.2)": lambda: nn.Softplus(beta=0.2),
     "Softplus(-1.5)": lambda: nn.Softplus(beta=-1.5),

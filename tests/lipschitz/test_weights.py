@@ -38,7 +38,7 @@ def test_norms_are_within_their_limits_afterwards(norm: str, limit: float) -> No
 
 @pytest.mark.filterwarnings("ignore")
 def test_clipping_again_changes_nothing() -> None:
-    for family in ("dense", "convolutional", "sequential", "table"):
+    for family in ("dense", "convolutional", "table"):
         for seed in range(10):
             model, shape = draw(family, seed)
             network = trace(model, shape)

@@ -38,7 +38,13 @@ def test_figures_that_are_no_numbers() -> None:
     line = {"name": "accuracy", "value": math.nan, "low": None}
     assert words.value_of(line) == "not known" and words.interval_of(line) == "no interval"
     assert words.value_of({"name": "root mean squared error", "value": 12.34567}) == "12.35"
+    assert words.value_of({"name": "root mean squared error", "value": 10934.2}) == "10,930"
     assert words.figure(math.inf) == "infinite"
+
+
+def test_settings_have_no_superfluous_digits() -> None:
+    values = (4.397442622418693, 1e-5, 60.0, 512, [1.0, "a"], True, 2.5e12)
+    assert [words.setting(value) for value in values] == ["4.39744", "1e-5", "60", "512", "1, a", "True", "2.5e+12"]
 
 
 def test_declared_preparation_is_not_covered(record: RunRecord) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling.dataset_kind import length_of
+from clipwise.sampling.fetch import length_of
 from tests.runs import data, private_run
 
 

@@ -21,8 +21,7 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, Private, make_private
 from clipwise.clipping.base import Site
-from clipwise.clipping.grouping import Policy
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.thresholds import Constants, Policy
 from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, PublicData, RandomLayer, ReleasedNorms
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
 from clipwise.sampling import Cut

@@ -17,11 +17,10 @@ from clipwise.clipping import PerExample
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients import METHODS, FallbackWarning, Memory, by_loop, per_example_gradients, register, registered
 from clipwise.gradients.forms import Form, Written
-from clipwise.gradients.layout import Layout
-from clipwise.gradients.owners import Ragged
+from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
-from clipwise.validation.forward_changes import BufferGuard
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach

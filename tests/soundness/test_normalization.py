@@ -22,7 +22,7 @@ from clipwise.gradients import METHODS
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.privacy import Adjacency
 from clipwise.validation.coupling import IndependenceProbe
-from clipwise.validation.forward_changes import BufferGuard
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.model_state import ModelState
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, attach, clipped_sum, excess

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clipwise.errors import ConfigurationError
 from clipwise.tune import Choice, Range, point
-from clipwise.tune.space import described
+from clipwise.tune.subject import described
 
 UNIT = st.floats(0, 1)
 
@@ -77,7 +77,7 @@ def test_a_description_is_in_plain_types_and_distinguishes_spaces():
 def test_a_description_is_the_same_in_another_process():
     """Functions have other addresses there, and sets another order."""
     code = (
-        "from clipwise.tune.space import Choice, described\n"
+        "from clipwise.tune.subject import Choice, described\n"
         "def identity(x): return x\n"
         "print(described({'x': Choice((identity, {'a', 'b', 'c', 'd', 'e'}))}), id(identity))"
     )

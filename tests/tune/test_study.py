@@ -5,8 +5,8 @@ import json
 import pytest
 
 from clipwise.errors import ConfigurationError
-from clipwise.tune import Choice, Range, report, study
-from clipwise.tune.subject import Score, Subject, front, of_script
+from clipwise.tune import Choice, Range, study
+from clipwise.tune.subject import Score, Subject, front
 
 optuna = pytest.importorskip("optuna")
 
@@ -66,10 +66,10 @@ def test_a_search_in_which_every_run_fails_reports_the_reason(tmp_path):
 
 def test_what_is_written(tmp_path):
     found = study.search(toy(), 6, tmp_path, quiet)
-    files = report.write("toy", found, tmp_path)
-    stored = json.loads((tmp_path / "results.json").read_text())
+    files = study.write("toy", found, tmp_path)
+    stored = json.loads((tmp_path / "toy" / "results.json").read_text())
     assert len(stored["trials"]) == 6 and set(stored["front"]) <= set(range(6))
-    page = (tmp_path / "front.md").read_text()
+    page = (tmp_path / "toy" / "front.md").read_text()
     assert page.count("\n| ") == 1 + len(stored["front"])
     assert "no guarantee" in page and "all 6 models would cost" in page
     assert all(file.exists() for file in files)
@@ -127,83 +127,8 @@ def test_a_study_without_a_description_is_not_continued(tmp_path):
 
 def test_studies_that_share_a_folder_keep_their_results(tmp_path):
     found = study.search(toy(), 2, tmp_path, quiet)
-
-    def folder_of(name):
-        (folder,) = {file.parent for file in report.write(name, found, tmp_path)}
-        assert json.loads((folder / "results.json").read_text())["study"] == name
-        assert name in (folder / "front.md").read_text()
-        return folder.relative_to(tmp_path).as_posix()
-
-    places = {"digits/none/lip": ".", "digits/none/dp-sgd": "digits-none-dp-sgd", "..": "--"}
-    places |= {"digits-none/dp-sgd": "digits-none-dp-sgd-2"}  # which gives the same folder name
-    for _ in range(2):
-        assert {name: folder_of(name) for name in places} == places
-
-
-def test_files_of_others_stay_as_they_are(tmp_path):
-    found = study.search(toy(), 2, tmp_path, quiet)
-    (tmp_path / "results.json").write_text("[]")
-    (tmp_path / "toy").write_text("a file of this name")
-    files = report.write("toy", found, tmp_path)
-    assert {file.parent for file in files} == {tmp_path / "toy-2"}
-    assert (tmp_path / "results.json").read_text() == "[]"
-
-
-SCRIPT = """
-from clipwise.tune import Range
-SPACE = {"x": Range(0, 1)}
-def train(settings):
-    return settings["x"], 2.0
-if __name__ == "__main__":
-    raise SystemExit("not to be run")
-"""
-
-
-def test_a_script_is_tuned(tmp_path):
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    subject = of_script(tmp_path / "mine.py")
-    assert subject.name == "mine" and subject.score({"x": 0.25}) == Score(0.25, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("x = 1", "must define SPACE"), ("SPACE = {'x': 3}\ndef train(s): return 1, 1", r"SPACE\['x'\] is int")],
-)
-def test_a_script_that_does_not_fit_is_refused(tmp_path, text, message):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ConfigurationError, match=message):
-        of_script(tmp_path / "mine.py")
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        ("1", "must return"),
-        ("(1, 2, 3)", "must return"),
-        ("('a', 2)", "must return"),
-        ("(0.5, -1)", "an epsilon"),
-        ("(0.5, float('nan'))", "an epsilon"),
-        ("(float('nan'), 1)", "an accuracy .* from 0 to 1"),
-        ("(95.0, 1)", "an accuracy .* 0.95 for 95%"),
-        ("(-0.5, 1)", "an accuracy .* from 0 to 1"),
-    ],
-)
-def test_what_a_script_returns_is_checked(tmp_path, returned, message):
-    (tmp_path / "mine.py").write_text(
-        f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\ndef train(s): return {returned}"
-    )
-    with pytest.raises(ConfigurationError, match=rf"mine.py: train\(settings\) .*{message}"):
-        of_script(tmp_path / "mine.py").score({"x": 0.5})
-
-
-@pytest.mark.parametrize("accuracy", [0, 1])
-def test_accuracies_reach_from_0_to_1(tmp_path, accuracy):
-    (tmp_path / "mine.py").write_text(
-        f"from clipwise.tune import Range\nSPACE = {{'x': Range(0, 1)}}\ndef train(s): return {accuracy}, float('inf')"
-    )
-    assert of_script(tmp_path / "mine.py").score({"x": 0.5}) == Score(accuracy, float("inf"))
-
-
-def test_a_missing_script_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="does not exist"):
-        of_script(tmp_path / "none.py")
+    places = {"digits/none/lip": "digits-none-lip", "digits/none/dp-sgd": "digits-none-dp-sgd", "..": "--"}
+    for name, place in places.items():
+        files = study.write(name, found, tmp_path)
+        assert {file.parent for file in files} == {tmp_path / place}
+        assert json.loads((tmp_path / place / "results.json").read_text())["study"] == name

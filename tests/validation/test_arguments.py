@@ -16,13 +16,11 @@ from torch import Tensor, nn
 from clipwise import Batch, Lipschitz, PerExample, layers, lipschitz
 from clipwise.clipping import Quantile
 from clipwise.clipping.base import Strategy
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.multipliers import Multipliers
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
 from clipwise.clipping.contrib.random_layer import RandomLayer
-from clipwise.clipping.contrib.released import ReleasedNorms
 from clipwise.clipping.contrib.sparse import Sparse
+from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.engine import checkpoint
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import plain, require_takes
@@ -134,7 +132,6 @@ def test_functions_with_a_wrong_signature_are_refused() -> None:
     "call",
     [
         lambda given: layers.clip_inputs(given, input_norm=1.0),
-        lambda given: layers.norms_from_public(given, losses, (ROWS, torch.zeros(6).long())),
         lambda given: layers.set_clips(given, grad_norm=1.0),
         lambda given: layers.replace_batchnorm(given, ROWS),
         layers.without_running_statistics,
@@ -148,12 +145,11 @@ def test_objects_that_are_not_models_are_refused(call: Any, given: Any) -> None:
         call(given)
 
 
-@pytest.mark.parametrize("kind", ["public", "group"])
 @pytest.mark.parametrize("rows", [torch.randn(6, 5), torch.ones(6, 4).long()])
-def test_public_rows_that_the_model_does_not_take(kind: str, rows: Tensor) -> None:
+def test_public_rows_that_the_model_does_not_take(rows: Tensor) -> None:
     model = normed()
     with pytest.raises(ConfigurationError, match="public: the model does not take such rows"):
-        layers.replace_batchnorm(model, rows, kind)
+        layers.replace_batchnorm(model, rows)
     assert type(model[1]) is nn.BatchNorm1d  # unchanged
     with pytest.raises(ConfigurationError, match="public_batches: the model does not take such rows"):
         layers.recompute_statistics(layers.without_running_statistics(model), [rows])
@@ -179,21 +175,6 @@ def test_uses_must_be_a_mapping(uses: Any) -> None:
         layers.clip_inputs(nn.Linear(4, 3), input_norm=1.0, uses=uses)
 
 
-@pytest.mark.parametrize(
-    ("loss", "batch", "message"),
-    [
-        (losses, None, "batch must be a tuple"),
-        (losses, ROWS, "batch must be a tuple"),
-        (3, (ROWS,), "loss must be a function"),
-        (losses, (ROWS,), "loss is called as"),
-        (lambda m, x: m(x).sum(), (ROWS,), "loss must return one loss per example"),
-    ],
-)
-def test_norms_that_cannot_be_measured(loss: Any, batch: Any, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        layers.norms_from_public(nn.Linear(4, 3), loss, batch)
-
-
 def test_a_local_update_takes_a_model_and_a_microbatch() -> None:
     for update in ("train", len, lambda model: None):
         with pytest.raises(ConfigurationError, match=r"local_update.*\(model, microbatch\)"):
@@ -211,13 +192,11 @@ def test_an_input_shape_is_a_list_of_sizes(shape: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: layers.PublicBatchNorm1d(0), "num_features must be a whole number"),
-        (lambda: layers.PublicBatchNorm2d(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
-        (lambda: layers.PublicBatchNorm1d(4, eps=-1.0), "eps must be a finite number that is at least 0"),
-        (lambda: layers.PublicBatchNorm1d(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
+        (lambda: layers.PublicBatchNorm(0), "num_features must be a whole number"),
+        (lambda: layers.PublicBatchNorm(2.5), "num_features must be a whole number"),  # type: ignore[arg-type]
+        (lambda: layers.PublicBatchNorm(4, eps=-1.0), "eps must be a finite number that is at least 0"),
+        (lambda: layers.PublicBatchNorm(4, eps=float("nan")), "eps must be a finite number that is at least 0"),
         (lambda: layers.StandardizedWeight(eps="x"), "eps must be a finite number that is at least 0"),  # type: ignore[arg-type]
-        (lambda: layers.TemperedSigmoid(scale=float("nan")), "scale must be a finite number"),
-        (lambda: layers.TemperedSigmoid(offset="1"), "offset must be a finite number"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_layers(call: Any, message: str) -> None:

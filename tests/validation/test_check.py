@@ -243,25 +243,3 @@ def test_errors_inside_a_loss_are_not_replaced() -> None:
 
     with pytest.raises(TypeError, match="len"):
         check(perceptron(), loss, (torch.randn(4, D),))
-
-
-class SharedMask(nn.Module):
-    """One dropout mask for a whole batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.rand(1, x.shape[1]) > 0.5) if self.training else x
-
-
-def test_a_shared_dropout_mask_is_accepted_with_a_note() -> None:
-    (note,) = report_on((lambda: perceptron(SharedMask()), cross_entropy, vectors)).notes
-    assert "share their random numbers" in note and "(SharedMask)" in note
-    for own in (nn.Dropout(0.5), nn.Identity()):
-        assert not report_on((lambda own=own: perceptron(own), cross_entropy, vectors)).notes  # type: ignore[misc]
-
-
-def test_shared_random_numbers_of_a_loss_are_noted_too() -> None:
-    def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(model, x, y) * (torch.rand(()) + 0.5)
-
-    notes = report_on((perceptron, scaled, vectors)).notes
-    assert any("share their random numbers, first in the loss function" in note for note in notes)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +15,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    StackDataset,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -33,14 +30,10 @@ from clipwise.validation.public_overlap import require_apart
 
 X, Y = torch.randn(30, 4), torch.arange(30) % 3
 ALL = TensorDataset(X, Y)
-RECORDS: Any = [(X[i], Y[i]) for i in range(30)]
-ARRAY = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
 BY_COLUMN = torch.randn(4, 30).t()  # the elements of a row are far from each other
-IMAGES = torch.randn(30, 4, 5, 5).to(memory_format=torch.channels_last)
 TABLE = torch.randn(30, 5)
 WINDOWS = torch.randn(33).unfold(0, 4, 1)  # of a series: each shares values with the next
 REPEATED = torch.ones(1, 4).expand(30, 4)
-CODES = torch.eye(4)
 
 
 class Loading(Dataset[Any]):
@@ -72,18 +65,6 @@ def half(dataset: Dataset[Any], which: int) -> Subset[Any]:
     return random_split(dataset, [20, 10], torch.Generator().manual_seed(0))[which]
 
 
-def one_by_one(indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    return [(X[i : i + 1], Y[i : i + 1]) for i in indices]
-
-
-def columns(*in_order: Any, **by_name: Any) -> StackDataset[Any]:
-    return StackDataset(*in_order, **by_name)
-
-
-def loader(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, **options)
-
-
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -108,34 +89,19 @@ SHARED: dict[str, tuple[Any, Any]] = {
     "a loader of it": (ALL, DataLoader(ALL, 5)),
 }
 FOUND: dict[str, tuple[Any, Any]] = {
-    "a batch of rows": (ALL, [(X[:5], Y[:5])]),
-    "the second of two batches": (rows(X, 0, 20), [(X[20:], Y[20:]), (X[19:], Y[19:])]),
-    "every second row as a batch": (rows(X, 3, 30), [(X[::2], Y[::2])]),
-    "a batch by name": (ALL, [UserDict(x=X[:5], y=Y[:5])]),
     "all of a random half": (half(ALL, 0), TensorDataset(X, Y)),
-    "a record of a random half": (half(ALL, 0), one_by_one(half(ALL, 0).indices[:1])),
     "all of every second row": (TensorDataset(X[::2], Y[::2]), ALL),
     "every third of every second row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[::3], Y[::3])),
     "the only part of a whole": (ConcatDataset([ALL]), ALL),
     "a whole with a record twice": (ConcatDataset([ALL, rows(X, 2, 3)]), rows(X, 20, 30)),
     "the second part of a whole": (ConcatDataset([others(), ALL]), rows(X, 0, 2)),
     "the last of a whole": (Subset(ConcatDataset([others(), ALL]), range(10, 60, 7)), rows(X, 29, 30)),
-    "records one by one": (RECORDS, ALL),
-    "a part of the records": (Subset(RECORDS, range(10)), rows(X, 9, 30)),
-    "a loader of the list": (RECORDS, DataLoader(RECORDS)),
-    "records that are arrays": ([(ARRAY[i], 0) for i in range(30)], [(torch.from_numpy(ARRAY)[:5], Y[:5])]),
-    "arrays in the opposite order": (ARRAY[::-1], rows(torch.from_numpy(ARRAY), 29, 30)),
     "from the end": (Subset(ALL, range(20, 30)), Subset(ALL, [-1])),
     "rows that lie by column": (rows(BY_COLUMN, 0, 30), rows(BY_COLUMN, 0, 5)),
-    "images in channels-last memory": (rows(IMAGES, 0, 30), [(IMAGES[5:9], Y[5:9])]),
     "rows of another shape": (ALL, TensorDataset(X.view(30, 2, 2), Y)),
     "windows of a series": (rows(WINDOWS, 0, 30), rows(WINDOWS, 0, 5)),
     "a row that is repeated": (TensorDataset(REPEATED, Y), TensorDataset(REPEATED, Y)),
-    "columns": (columns(X, Y), rows(X, 0, 5)),
-    "columns by name": (columns(x=X, y=Y), rows(X, 0, 5)),
     "what is loaded": (ConcatDataset([LOADING]), Subset(LOADING, [3])),
-    "a loader of some": (Subset(ALL, range(20)), DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(19, 30)))),
-    "a loader of batches": (rows(X, 3, 30), loader([(X[::2], Y[::2])], batch_size=None)),
 }
 APART: dict[str, tuple[Any, Any]] = {
     "other tensors": (ALL, TensorDataset(torch.randn(10, 4), Y[:10])),
@@ -143,34 +109,21 @@ APART: dict[str, tuple[Any, Any]] = {
     "every second row": (TensorDataset(X[::2], Y[::2]), TensorDataset(X[1::2], Y[1::2])),
     "other parts": (Subset(ALL, range(20)), Subset(ALL, range(20, 30))),
     "parts of parts": (Subset(Subset(ALL, range(10, 30)), range(10)), Subset(ALL, range(20, 30))),
-    "batches": (ALL, [(torch.randn(5, 4), Y[:5])]),
-    "batches of other rows": (rows(X, 0, 20), [(X[20:25], Y[20:25]), (X[25:], Y[25:])]),
-    "batches of every second row": (TensorDataset(X[::2], Y[::2]), [(X[1::2], Y[1::2])]),
     "random halves": (half(ALL, 0), half(TensorDataset(X, Y), 1)),
-    "batches of the other random half": (half(ALL, 0), one_by_one(half(ALL, 1).indices)),
     "parts of wholes": (ConcatDataset([rows(X, 0, 9), rows(X, 20, 30)]), ConcatDataset([rows(X, 9, 20)])),
     "some of a whole": (Subset(ConcatDataset([others(), ALL]), [*range(31), 59]), rows(X, 1, 29)),
     "halves of a whole": (half(ConcatDataset([ALL]), 0), half(ALL, 1)),
-    "other records": (RECORDS[:20], rows(X, 20, 30)),
-    "every second record": (RECORDS[::2], TensorDataset(X[1::2], Y[1::2])),
-    "other parts of the records": (Subset(RECORDS, range(20)), Subset(RECORDS, range(20, 30))),
-    "other arrays": ([(ARRAY[i], 0) for i in range(20)], rows(torch.from_numpy(ARRAY), 20, 30)),
     "a loader of other rows": (rows(X, 0, 20), DataLoader(rows(X, 20, 30), 5)),
     "a loader of another part": (Subset(ALL, range(20)), DataLoader(Subset(ALL, range(20, 30)), 5)),
     "a loader of others": (Subset(ALL, range(20)), DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(20, 30)))),
     "from the end": (Subset(ALL, range(20)), Subset(ALL, [-1, -10])),
     "rows that lie by column": (rows(BY_COLUMN, 0, 20), rows(BY_COLUMN, 20, 30)),
-    "records that lie by column": ([(BY_COLUMN[i], Y[i]) for i in range(20)], rows(BY_COLUMN, 20, 30)),
     "columns of a table": (TensorDataset(TABLE[:20, :4], Y[:20]), TensorDataset(TABLE[20:, 1:], Y[20:])),
     "windows of a series": (rows(WINDOWS, 0, 20), rows(WINDOWS, 20, 30)),
     "parts of windows": (Subset(rows(WINDOWS, 0, 30), range(20)), Subset(rows(WINDOWS, 0, 30), range(20, 30))),
     "parts of a repeated row": (rows(REPEATED, 0, 20), rows(REPEATED, 20, 30)),
-    "a constant": (TensorDataset(CODES[1:2].expand(30, 4), Y), [(CODES, Y[:4])]),
-    "other columns": (columns(X[:20], Y[:20]), columns(X[20:], Y[20:])),
     "the same labels": (ALL, TensorDataset(torch.randn(30, 4), Y)),
-    "the same labels in batches": (RECORDS, [(torch.randn(30, 4), Y)]),
     "what is loaded": (Subset(LOADING, range(20)), ConcatDataset([Subset(LOADING, range(20, 30))])),
-    "numbers": ([([0.0, 0.0, 0.0, 0.0], 0)] * 30, ALL),
 }
 
 
@@ -205,17 +158,12 @@ def test_private_rows_are_refused_as_public_rows() -> None:
 PRIVATE_FORMS: list[Callable[[slice], Any]] = [
     lambda s: TensorDataset(X[s], Y[s]),
     lambda s: Subset(ALL, range(30)[s]),
-    lambda s: RECORDS[s],
-    lambda s: Subset(RECORDS, range(30)[s]),
     lambda s: ConcatDataset([others(), TensorDataset(X[s], Y[s])]),
     lambda s: Subset(ConcatDataset([others(), rows(X, 0, 17), rows(X, 17, 30)]), range(30, 60)[s]),
 ]
 PUBLIC_FORMS: list[Callable[[slice], Any]] = [
-    *PRIVATE_FORMS[:2],
-    *PRIVATE_FORMS[4:],
-    lambda s: [others().tensors, (X[s], Y[s])],
-    lambda s: one_by_one(range(30)[s]),
-    lambda s: DataLoader(ALL, 5, sampler=SubsetRandomSampler(range(30)[s])),
+    *PRIVATE_FORMS,
+    lambda s: DataLoader(TensorDataset(X[s], Y[s]), 5, shuffle=True),
 ]
 slices = st.builds(slice, st.integers(0, 29), st.integers(1, 30), st.integers(1, 5)).filter(
     lambda s: bool(range(30)[s])

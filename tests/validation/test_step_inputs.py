@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.validation.forward_changes import BufferGuard
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.step_inputs import StepGuard, require_losses, require_real, trainable_parameters
 from clipwise.validation.training_loop import ReleasedGradients
 

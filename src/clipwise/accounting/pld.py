@@ -1,10 +1,10 @@
 """The tight accountant: privacy loss distributions on a grid, composed by FFT.
 
 All discretisation and rounding gives upper bounds (losses.py, convolve.py), for any delta. A figure takes 5 to 100 ms.
-More than `MOST_KINDS` different steps are rounded to fewer (schedule.py). A grid longer than `LARGEST_GRID` (very many
-or very uneven steps) is made coarser; with more than `MOST_STEPS` steps there is none. Then the answer is the least of
-the available bounds: this one, RDP, the closed form without amplification, and the one from participations, which is
-the only one if the noise is below `composition.SMALLEST_NOISE`.
+More than `MOST_KINDS` different steps are rounded to fewer (`with_few_kinds`). A grid longer than `LARGEST_GRID` (very
+many or very uneven steps) is made coarser; with more than `MOST_STEPS` steps there is none. Then the answer is the
+least of the available bounds: this one, RDP, the closed form without amplification, and the one from participations,
+which is the only one if the noise is below `composition.SMALLEST_NOISE`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from clipwise.accounting import gaussian, participations, rdp, schedule
-from clipwise.accounting.composition import Composition, Step
+from clipwise.accounting import gaussian, participations, rdp
+from clipwise.accounting.composition import Composition, Step, with_few_kinds
 from clipwise.accounting.convolve import add_up, tail_mass
 from clipwise.accounting.gaussian import Array
 from clipwise.accounting.losses import UNIT_ROUNDOFF, Losses, both_orders, grid
@@ -48,7 +48,7 @@ def epsilon(total: Composition, delta: float) -> float:
     best = min(best, participations.epsilon(total, delta))
     if not total.steps:
         return best
-    total = schedule.with_few_kinds(total, MOST_KINDS)
+    total = with_few_kinds(total, MOST_KINDS)
     spacing = _spacing(total, _depth(delta))
     if spacing.possible:
         found = _directions(total, spacing.interval, _depth(delta))
@@ -66,7 +66,7 @@ def delta(total: Composition, epsilon: float) -> float:
     best = min(best, participations.delta(total, epsilon))
     if not total.steps:
         return best
-    total = schedule.with_few_kinds(total, MOST_KINDS)
+    total = with_few_kinds(total, MOST_KINDS)
     by_losses, fine = _focused_delta(total, epsilon)
     best = min(best, by_losses)
     if not fine:
@@ -80,7 +80,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
     best = np.array([gaussian.delta(float(e), mu) for e in epsilons])
     if not total.steps or math.isinf(mu):
         return best if math.isinf(mu) else np.minimum(best, participations.profile(total, epsilons))
-    total = schedule.with_few_kinds(total, MOST_KINDS)
+    total = with_few_kinds(total, MOST_KINDS)
     fine = True
     for depth in PROFILE_DEPTHS:
         spacing = _spacing(total, depth)

@@ -12,9 +12,8 @@ from functools import lru_cache
 import numpy as np
 
 from clipwise.accounting import dp_accounting
-from clipwise.accounting.composition import Composition, Step
+from clipwise.accounting.composition import Composition, Step, with_few_kinds
 from clipwise.accounting.gaussian import Array
-from clipwise.accounting.schedule import with_few_kinds
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
 

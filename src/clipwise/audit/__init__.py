@@ -8,10 +8,9 @@
 Audits are not private: they see sums without noise. Run them on synthetic or public records.
 """
 
-from clipwise.audit.canary import canary
+from clipwise.audit.canary import canary, one_run
 from clipwise.audit.membership import Membership, likelihood_ratio, loss_threshold, membership
 from clipwise.audit.neighbours import neighbours
-from clipwise.audit.one_run import one_run
 from clipwise.audit.report import AuditReport, Claim, Finding, Measured, NeighboursReport
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Audit by a canary that is in or out of the data set, over many runs."""
+"""Audits by one canary over many runs, and by many canaries in a single run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
-from clipwise.audit.bounds import at_least, at_most, epsilon_of_errors, mu_of_accuracy
-from clipwise.audit.planted import Dirac, Planted, Record
-from clipwise.audit.records import with_record
+from clipwise.audit.bounds import (
+    at_least,
+    at_most,
+    epsilon_in_one_run,
+    epsilon_of_errors,
+    mu_in_one_run,
+    mu_of_accuracy,
+    p_value_of_curve,
+)
+from clipwise.audit.planted import Dirac, MakeRun, Planted, Record
 from clipwise.audit.report import AuditReport, Claim, Measured
-from clipwise.audit.watch import MakeRun
+from clipwise.audit.trial import with_record
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry
@@ -38,7 +45,6 @@ def canary(
     record: int = 0,
     planted: Any = None,
     parameter: str | None = None,
-    others: bool = False,
     runs: int = 1000,
     delta: float | None = None,
     confidence: float = 0.95,
@@ -68,8 +74,6 @@ def canary(
         record: the index of the canary.
         planted: the canary, for kind="record".
         parameter: the parameter with the entry of a Dirac canary, instead of the largest of each parameter group.
-        others: whether all other records keep their losses next to a Dirac canary. If not, their losses are 0, which
-            is the data set that an attacker would choose.
         runs: the model is trained `runs` times with the canary and `runs` times without. If a run is one release that
             every record takes part in, its sum is the same each time and is computed once; only the noise is redrawn.
         delta: the delta of the bound on epsilon; by default that of the run.
@@ -93,7 +97,7 @@ def canary(
     def watch(key: NoiseKey, inside: bool, again: Sequence[NoiseKey]) -> Planted:
         place, is_inside = np.array([record]), np.array([inside])
         if kind == "dirac":
-            return Dirac(key, place, is_inside, again, parameter=parameter, others=others)
+            return Dirac(key, place, is_inside, again, parameter=parameter)
         return Record(key, place, is_inside, again, loss=loss, home=data)
 
     worlds = _Worlds(make_run, data, dataset, watch, seed)
@@ -195,3 +199,54 @@ def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
     spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
     middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
     return (inside[pilots:] - middle) * slope, (outside[pilots:] - middle) * slope
+
+
+# The share of the m canaries that are guessed, those with the clearest scores. Fixed in advance.
+SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)
+
+
+def one_run(
+    make_run: MakeRun,
+    dataset: Any,
+    *,
+    canaries: int = 500,
+    parameter: str | None = None,
+    delta: float | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> AuditReport:
+    """Bound from below what one training run reveals, with many Dirac canaries at once.
+
+    The first records of the data set become canaries, each with its own entry of a parameter, and each takes part with
+    probability 1/2. The attacker guesses from the releases whether the canaries with the clearest scores took part.
+    The number of right guesses is bounded for every (epsilon, delta)-private run (`bounds.p_value_in_one_run`). The
+    bound on mu uses all (epsilon, delta) of a Gaussian mechanism. Both are weaker than those of `canary`, but need
+    only one run.
+
+    Args:
+        make_run: as in `neighbours`; it runs once.
+        dataset: the records; the first `canaries` of them are canaries.
+        canaries: m; at most the number of entries of the largest parameter of each parameter group.
+        parameter: the parameter with the canaries' entries, instead of the largest of each parameter group.
+        delta: the delta of the bound on epsilon; by default that of the run.
+        confidence: the probability with which all bounds hold jointly.
+        seed: the seed of the key, and of which canaries take part.
+    """
+    whole("canaries", canaries, least=2, most=len(dataset))
+    number("confidence", confidence, least=0.5, below=1)
+    inside = np.random.default_rng(seed).random(canaries) < 0.5
+    key = NoiseKey.from_seed(seed, b"clipwise.one-run")
+    watch = Dirac(key, np.arange(canaries), inside, parameter=parameter)
+    history = watch.trained(make_run, dataset, seed)
+    claim = Claim(tuple(history), watch.delta if delta is None else delta)
+    failure = (1 - confidence) / len(SHARES)
+    found: list[Measured] = []
+    order = np.argsort(watch.scores, kind="stable")
+    for share in SHARES:
+        half = max(1, round(share * canaries / 2))
+        right = int((~inside[order[:half]]).sum() + inside[order[canaries - half :]].sum())
+        epsilon = epsilon_in_one_run(2 * half, right, canaries, claim.delta, failure)
+        mu = mu_in_one_run(2 * half, right, canaries, failure)
+        exceeds = p_value_of_curve(2 * half, right, canaries, claim.curve.delta) <= failure
+        found.append(Measured("one run of many canaries", 1, 2 * half, right, epsilon, mu, confidence, exceeds))
+    return AuditReport(claim, max(found, key=lambda m: (m.exceeds, m.mu, m.epsilon)))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise.accounting.gaussian import Array
-from clipwise.audit.watch import MakeRun, RunWatch, train
+from clipwise.audit.planted import MakeRun, RunWatch, train
 from clipwise.errors import ConfigurationError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Unit

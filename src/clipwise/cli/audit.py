@@ -14,8 +14,7 @@ from rich.table import Table
 from clipwise import audit as auditing
 from clipwise.audit.canary import least_runs
 from clipwise.audit.report import AuditReport
-from clipwise.cli.output import remark, rounded_up, say, stdout
-from clipwise.cli.places import require_picture
+from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
 from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger

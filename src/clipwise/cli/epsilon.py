@@ -11,10 +11,8 @@ import typer
 
 from clipwise import accounting
 from clipwise.accounting.repeat import LARGEST_MEAN
-from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
-from clipwise.cli.places import require_picture
-from clipwise.cli.releases import releases_of, table_of
-from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
+from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of, takes_run_options
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
 from clipwise.privacy import Entry

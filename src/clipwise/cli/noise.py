@@ -12,10 +12,16 @@ import typer
 from clipwise import accounting
 from clipwise.accounting.calibrate import most_steps
 from clipwise.accounting.from_arguments import budget
-from clipwise.cli.output import in_words, remark, rounded_up, say, stdout
-from clipwise.cli.places import require_picture
-from clipwise.cli.releases import table_of
-from clipwise.cli.run_options import Plan, RunOptions, SecondOpinion, naming_options, plan_of, takes_run_options
+from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.run_options import (
+    Plan,
+    RunOptions,
+    SecondOpinion,
+    naming_options,
+    plan_of,
+    table_of,
+    takes_run_options,
+)
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling

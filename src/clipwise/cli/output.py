@@ -1,16 +1,20 @@
-"""Output of the commands: tables and plain lines on stdout, warnings and errors on stderr."""
+"""Output of the commands: tables and plain lines on stdout, warnings and errors on stderr; checks of output files."""
 
 from __future__ import annotations
 
 import math
 import os
+import tempfile
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from clipwise import privacy
 from clipwise.accounting.tradeoff import Tradeoff
+from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Unit
+from clipwise.report.plots import METADATA
 
 _CHANGES = {
     Adjacency.ZERO_OUT: "replaced by an empty one",
@@ -67,3 +71,31 @@ def in_words(
         f"all other {unit}s, and may be wrong about 1 innocent case in 100, notices the change in at most "
         f"{rounded_up(100 * power, 3)} of 100."
     )
+
+
+def require_picture(file: Path | None) -> None:
+    """Refuse a --plot file that cannot be written."""
+    if file is None:
+        return
+    if file.suffix.lower() not in METADATA:
+        raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first.")
+    if file.is_dir():
+        raise ConfigurationError(f"--plot {file} is a folder: name a file.")
+
+
+def require_folder(folder: Path) -> None:
+    """Refuse an --out that is not a folder, or that cannot be created or written."""
+    whole = Path(os.path.abspath(folder))
+    place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+    if not os.path.isdir(place):
+        raise ConfigurationError(f"--out {folder} cannot be a folder: {place.name} is a file. Give another name.")
+    try:
+        # Testing the permission is not enough: /proc grants it and still refuses to write.
+        with tempfile.TemporaryDirectory(dir=place) as trial:
+            (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). Give another folder."
+        ) from error

@@ -10,10 +10,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from clipwise.cli.output import remark, rounded_up, say, stdout
-from clipwise.cli.places import require_picture
-from clipwise.cli.releases import releases_of, table_of
-from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, takes_run_options
+from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of, takes_run_options
 from clipwise.ledger.run_description import plain
 from clipwise.report import plots
 from clipwise.report.risk import Risk

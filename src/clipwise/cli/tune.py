@@ -10,12 +10,11 @@ import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
-from clipwise.cli.output import say, stdout
-from clipwise.cli.places import require_folder
+from clipwise.cli.output import require_folder, say, stdout
 from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.tuning import RECIPES
-from clipwise.tune import Recipe, Subject, report, selection, study
+from clipwise.tune import Recipe, Subject, selection, study
 from clipwise.tune.subject import of_script
 
 
@@ -67,9 +66,9 @@ def tune(
 
         clipwise tune digits --accounted --epsilon 3 --mean-runs 10
 
-    The command writes study.db, results.json, front.md and front.svg to the folder, and continues a study that was
-    stopped there. If the folder has results of another study, the last three go into a subfolder named after the
-    study. With --accounted and --out it writes best.safetensors, the weights of the best run.
+    The command writes study.db to the folder, and results.json, front.md and front.svg to a subfolder named after the
+    study. It continues a study that was stopped there. With --accounted and --out it writes best.safetensors, the
+    weights of the best run.
     """
     path, _, function = what.partition(".py:")
     is_script = bool(function) or what.endswith(".py")
@@ -110,14 +109,14 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     folder = out or Path("runs/tune")
     require_folder(folder)
     found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
-    head, *rows = report.table(found)
+    head, *rows = study.table(found)
     table = Table(*head, title="Runs that no other beats", title_justify="left")
     for row in rows:
         table.add_row(*row)
     stdout().print(table)
-    for file in report.write(subject.name, found, folder):
+    for file in study.write(subject.name, found, folder):
         say(f"wrote {file}")
-    for sentence in report.cost_in_words(found):
+    for sentence in study.cost_in_words(found):
         say(sentence)
 
 

@@ -3,10 +3,9 @@
 from torch import nn
 
 from clipwise.clipping.backprop import Backprop
-from clipwise.clipping.base import Bound, Clipper, Site, Strategy, recorded_strategy
+from clipwise.clipping.base import Bound, Clipper, Site, Strategy, noised_parts, recorded_strategy
 from clipwise.clipping.batch import Batch, BatchClipper
 from clipwise.clipping.lipschitz import Lipschitz
-from clipwise.clipping.noise_split import noised_parts
 from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.thresholds import Quantile

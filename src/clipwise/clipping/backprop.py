@@ -10,15 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries, require_records
+from clipwise.clipping.base import (
+    Bound,
+    Clipper,
+    Parameters,
+    Site,
+    Split,
+    Strategy,
+    require_entries,
+    require_records,
+    require_split,
+)
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
-from clipwise.clipping.noise_split import require_split
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.gradients.precision import chosen_arithmetic
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.precision import PutAside, chosen_arithmetic
 from clipwise.layers.clipped import ClippedLayer
 from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
-from clipwise.layers.clipped.scales import MODES, Constants, clip_constant
+from clipwise.layers.clipped.layer import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.validation.arguments import one_of, with_plain_numbers
 

@@ -1,12 +1,12 @@
-"""The interfaces of a clipping strategy and of its clipper, which is bound to one model."""
+"""The interfaces of a clipping strategy and of its clipper, and the division of the noise of a step over its parts."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.gradients import Memory, per_example_gradients
-from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.gradients.rare import PutAside
-from clipwise.privacy import Adjacency, Part, Unit
+from clipwise.gradients.precision import IEEE, Arithmetic, PutAside
+from clipwise.gradients.real_views import dimension, own_part
+from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
 from clipwise.sampling import Scheme
 
 if TYPE_CHECKING:
     from clipwise.clipping.public import PublicData
+
 
 Parameters = Mapping[str, torch.nn.Parameter]
 Split = str | Mapping[str, float]  # "optimal", "equal", or a weight for each part
@@ -41,6 +42,8 @@ class Site:
     unit: Unit
     scheme: Scheme
     empty_batch: Callable[[], Any] | None = None  # makes a batch without records
+    # From the squared norms [B] of the parts of gradients in this process to those of whole gradients.
+    joined_squares: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda squares: squares
 
     @property
     def factor(self) -> float:
@@ -119,7 +122,7 @@ class Clipper(ABC):
 
     def nothing(self) -> dict[str, Tensor]:
         """The bounded sum of an empty batch: zeros."""
-        return {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        return {name: torch.zeros_like(own_part(p)) for name, p in self._parameters.items()}
 
     @property
     def noise(self) -> dict[str, float]:
@@ -211,6 +214,7 @@ class Strategy(ABC):
         allows_batch_norm: whether `attach` itself checks normalization layers.
         needs_whole_weights: what reads or changes weights outside of a forward pass, so that the model cannot be
             sharded; "" if nothing does.
+        takes_split_gradients: whether an example's gradient may lie over several processes (tensor parallelism).
     """
 
     name: ClassVar[str]
@@ -226,6 +230,7 @@ class Strategy(ABC):
     has_local_update: bool = False
     allows_batch_norm: bool = False
     needs_whole_weights: str = ""
+    takes_split_gradients: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -297,3 +302,94 @@ def require_records(unit: Unit, strategy: str) -> None:
 def damaged(what: str) -> CheckpointError:
     """The error for an invalid `state_dict`."""
     return CheckpointError(f"This state_dict of a private run is damaged: {what}. Use the one saved before it.")
+
+
+def require_split(split: object) -> None:
+    """Raise if `split` is neither "optimal" or "equal" nor a mapping of weights."""
+    if not (isinstance(split, Mapping) or (isinstance(split, str) and split in ("optimal", "equal"))):
+        raise ConfigurationError(
+            f"split={split!r} is not known: use one of 'optimal', 'equal', or give a positive weight for each part."
+        )
+
+
+def noised_parts(
+    bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split, expected_size: float
+) -> tuple[Part, ...]:
+    """The parts of a step with their noise, such that the joint mechanism has `noise_multiplier`.
+
+    Counts have a given noise; `split` divides the rest of the multiplier over the other parts. Parts marked `alone` do
+    not divide it: each has the full multiplier. With noise_multiplier=0, for debugging, no part has noise.
+
+    Parts with a share a have the joint multiplier z / sqrt(a), and the others z / sqrt(1 - a), since
+    a / z^2 + (1 - a) / z^2 = 1 / z^2.
+    """
+    own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
+    rest = [b for b in bounds if b not in own]
+    z = noise_multiplier
+    if own and z > 0:
+        z = _multiplier_left(own, z, expected_size)
+    elif own:
+        own = dict.fromkeys(own, 0.0)
+    main, beside = [b for b in rest if b.share is None], [b for b in rest if b.share is not None]
+    share = max((b.share for b in beside if b.share is not None), default=0.0)
+    assert all(b.share == share for b in beside)
+    stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
+    if beside:
+        stds |= _divided(beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal")
+    parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
+    if effective_multiplier(parts) < noise_multiplier:
+        # Bounds may change from step to step, and rounding must not reduce the multiplier below that of the event.
+        return tuple(replace(p, noise_std=p.noise_std * (1 + 2.0**-40)) for p in parts)
+    return parts
+
+
+def _divided(
+    bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split
+) -> dict[Bound, float]:
+    """The noise of each part, such that the joint mechanism has the multiplier."""
+    z = noise_multiplier
+    if any(b.alone for b in bounds):
+        assert all(b.alone for b in bounds)
+        if not isinstance(split, str):
+            raise ConfigurationError(
+                "split: weights are not supported with RandomLayer, where each part has the full noise multiplier: "
+                "omit split."
+            )
+        found = [z * b.sensitivity for b in bounds]
+    elif isinstance(split, str):
+        sizes = [sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds]
+        found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
+    else:
+        found = _by_weights(bounds, z, split)
+    return dict(zip(bounds, found, strict=True))
+
+
+def _by_weights(bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]) -> list[float]:
+    """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
+    require_split(weights)
+    names = [b.name for b in bounds]
+    numbers = [w for w in weights.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
+    if sorted(weights) != sorted(names) or len(numbers) < len(names):
+        raise ConfigurationError(
+            f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
+        )
+    whole = math.hypot(*weights.values())
+    return [noise_multiplier * b.sensitivity * whole / weights[b.name] for b in bounds]
+
+
+def _multiplier_left(counts: Mapping[Bound, float], noise_multiplier: float, expected_size: float) -> float:
+    """z' = z / sqrt(1 - u), with u = sum_j (z S_j / s_j)^2 the share of the counts.
+
+    The same as z'^-2 + sum_j (S_j / s_j)^2 = z^-2.
+    """
+    # Bounds change from step to step, and rounding must not reduce the multiplier below that of the event.
+    z = noise_multiplier * (1 + 2.0**-30)
+    used = math.hypot(*(z * b.sensitivity / std for b, std in counts.items()))  # sqrt(u)
+    if used >= 1:
+        enough = 2 * used * max(counts.values()) / expected_size
+        raise ConfigurationError(
+            f"count_noise is too small: at an expected batch size of {expected_size:g} the {len(counts)} counts alone "
+            f"use up noise_multiplier={noise_multiplier:.4g}, and leave nothing for the gradient. Use "
+            f"count_noise={enough:.2g} or more, larger batches, or fewer parts."
+        )
+    return z / math.sqrt(1 - used * used)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, Probe, probe_weights
-from clipwise.gradients.opaque import require_not_rerun
+from clipwise.gradients.outline import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Node, behind
 from clipwise.layers.clipped import ClippedLayer, unclipped

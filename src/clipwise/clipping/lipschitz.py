@@ -22,22 +22,20 @@ from clipwise.clipping.base import (
     damaged,
     require_entries,
     require_records,
+    require_split,
 )
-from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.noise_split import require_split
+from clipwise.clipping.thresholds import Groups, Policy, described_groups, group_parameters
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import losses as bounded_losses
 from clipwise.lipschitz import weights
-from clipwise.lipschitz.balance import balance_, pairs_of
 from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
-from clipwise.lipschitz.output_graph_check import GraphMatch
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
-from clipwise.lipschitz.traced_model_check import AsTraced
-from clipwise.lipschitz.weights import NORMS, MaxWeightNorm
+from clipwise.lipschitz.traced_model_check import AsTraced, GraphMatch
+from clipwise.lipschitz.weights import NORMS, MaxWeightNorm, balance_, pairs_of
 from clipwise.privacy import Unit
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.arguments import number, one_of, require_bool, with_plain_numbers

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
-from clipwise.layers.batch_observations import Observation, observations
-from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, Observation, ReleasedStatisticsNorm, observations
 from clipwise.validation.arguments import number, with_plain_numbers
 
 STATISTICS_OF = "statistics of "  # prefix of the part names

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from clipwise.gradients.walk import Node
 # Relative to the norm of a row. A loss with a mean over the batch has an error of about the norm.
 _ROUNDING = 1e-4
 _TINY = 1e-25  # absolute tolerance, for subnormal numbers
-_HALF = 2**63
 Shape = Sequence[int]
 
 
@@ -42,15 +40,12 @@ def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters
     """Each example's gradient at its outputs. The caller must check `are_coupled`.
 
     Raises if the losses depend on parameters other than through the outputs. If each loss depends on its own outputs
-    only, weights w_i on the losses multiply row j of the gradient by w_j. Operations that are known to process rows
-    independently need no such test.
+    only, weights w_i on the losses multiply row j of the gradient by w_j.
     """
     rows = _rows_each(losses, outputs)
     _require_only_through(losses, outputs, parameters)
-    ones_B = torch.ones_like(losses)
-    plain = _gradient(losses, outputs, ones_B)
-    is_near = plain.device.type == "cpu"  # on a device the comparison would synchronize
-    if len(losses) == 1 or (is_near and is_row_by_row(plain, losses, outputs, ones_B)):
+    plain = _gradient(losses, outputs, torch.ones_like(losses))
+    if len(losses) == 1:
         return AtOutputs(plain, rows, False)
     weights_B = probe_weights(len(losses), losses)
     expected = plain * weights_B.to(plain).repeat_interleave(rows).view(-1, *[1] * (plain.dim() - 1))
@@ -119,53 +114,6 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
                 "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
                 "weight_decay. Use only one forward pass."
             )
-
-
-@torch.no_grad()
-def is_row_by_row(gradient: Tensor, losses: Tensor, outputs: Tensor, weights_B: Tensor) -> bool:
-    """Whether known operations compute `gradient`, that of sum_i w_i loss_i at the outputs, row by row.
-
-    The backward functions are called directly, without autograd and its hooks. Row i of their result depends only on
-    row i of the outputs, and must equal `gradient` bit for bit. False means "unknown". It synchronizes with the device.
-    """
-    found = weights_B
-    node: Any = losses.grad_fn
-    place = losses.output_nr
-    while node is not outputs.grad_fn:
-        is_known = _KNOWN.get(node.name()) if node is not None and place == 0 else None
-        if is_known is None or not is_known(node, found):
-            return False
-        made = node(found)
-        found = made[0] if isinstance(made, tuple) else made
-        (node, place), *others = node.next_functions
-        if any(other is not None for other, _ in others):
-            return False
-    return place == outputs.output_nr and gradient.shape == found.shape and gradient.equal(found)
-
-
-def _is_nll_of_each(node: Any, gradient: Tensor) -> bool:
-    """NLL loss with reduction="none" over rows."""
-    return bool(node._saved_reduction == 0 and gradient.dim() == 1)
-
-
-def _is_within_rows(node: Any, gradient: Tensor) -> bool:
-    """Softmax along a dimension other than the first. Torch stores -1 as 2^64 - 1."""
-    dim = node._saved_dim if node._saved_dim < _HALF else node._saved_dim - 2 * _HALF
-    return bool(gradient.dim() > 1 and dim % gradient.dim() != 0)
-
-
-def _is_by_number(node: Any, gradient: Tensor) -> bool:
-    """Multiplication or division by a constant, such as a temperature."""
-    other = node._saved_other
-    return isinstance(other, Tensor) and other.dim() == 0 and not other.requires_grad
-
-
-_KNOWN: dict[str, Callable[[Any, Tensor], bool]] = {
-    "NllLossBackward0": _is_nll_of_each,
-    "LogSoftmaxBackward0": _is_within_rows,
-    "DivBackward0": _is_by_number,
-    "MulBackward0": _is_by_number,
-}
 
 
 class RepeatedOutputs:

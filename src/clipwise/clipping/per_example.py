@@ -14,16 +14,15 @@ from torch import Tensor
 
 from clipwise.clipping.base import Clipper, Parameters, Site, Split, require_records
 from clipwise.clipping.contrib.sparse import Sparse, active_only
-from clipwise.clipping.grouping import Groups, Policy
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
-from clipwise.clipping.thresholds import MaxNorm
+from clipwise.clipping.thresholds import Groups, MaxNorm, Policy
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping
 from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
-from clipwise.gradients.rare import PutAside
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic, PutAside, chosen_arithmetic
+from clipwise.gradients.real_views import own_part
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
@@ -120,6 +119,11 @@ class PerExample(VectorClipping):
                 "one row per example: remove one of them."
             )
 
+    @property
+    def takes_split_gradients(self) -> bool:  # type: ignore[override]
+        """Whether no option reads or freezes single entries."""
+        return self.sparse is None and self.running_statistics is None and not isinstance(self.parts, Policy)
+
     def describe(self) -> dict[str, Any]:
         """The configuration in JSON types, without `method`, which does not change results, and `matmul_precision`."""
         return self.described() | {"mode": self.mode}
@@ -131,6 +135,7 @@ class PerExampleClipper(VectorClipper):
     def __init__(self, strategy: PerExample, site: Site, arithmetic: Arithmetic) -> None:
         self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
         self._memory = Memory(arithmetic)
+        self._joined_squares = site.joined_squares
         self._all_reached = False  # whether the losses of some batch depended on every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
@@ -150,6 +155,7 @@ class PerExampleClipper(VectorClipper):
         squares, errors = gradients.squared_norms(), gradients.squared_errors()
         for name in left_out:
             squares[name] = torch.zeros_like(next(iter(squares.values())))
+        squares = self._joined_squares(squares)
         groups, norms, scales = self._constants.groups, self._constants.norms, self._constants.scales
         for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
             squares[name] = squares[name] * (m * m * (1 + 2.0**-50))
@@ -174,7 +180,7 @@ class PerExampleClipper(VectorClipper):
                 nu_B = nu_B.float()  # once per part, not per parameter
             weights.update(dict.fromkeys(names, nu_B))
         sums = gradients.weighted_sums(weights)
-        sums |= {name: torch.zeros_like(at_least_float32(self._parameters[name].detach())) for name in left_out}
+        sums |= {n: torch.zeros_like(at_least_float32(own_part(self._parameters[n]).detach())) for n in left_out}
         return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
 
     def nothing(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -117,8 +117,8 @@ def require_public(given: object, who: str, instead: str = "") -> PublicData:
     """Raise if `given` is not marked as public."""
     if isinstance(given, PublicData):
         return given
-    what = "a mapping" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     raise ConfigurationError(
-        f"{who}: public must be data that is marked as public, not {what}. Values computed from it get no noise, so "
-        f"private data may not be used here. If every record is public, pass PublicData(data, loss=...){instead}."
+        f"{who}: public must be data that is marked as public, not a {type(given).__name__}. Values computed from it "
+        "get no noise, so private data may not be used here. If every record is public, pass PublicData(data, loss=...)"
+        f"{instead}."
     )

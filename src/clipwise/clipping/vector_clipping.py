@@ -9,13 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy
+from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, require_split
 from clipwise.clipping.contrib.sparse import Sparse, Thinned
-from clipwise.clipping.grouping import Groups, Policy, described_groups
-from clipwise.clipping.noise_split import require_split
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.public import PublicData
-from clipwise.clipping.thresholds import Constants, MaxNorm, NormRule, constants_for, require_max_norm
+from clipwise.clipping.thresholds import (
+    Constants,
+    Groups,
+    MaxNorm,
+    NormRule,
+    Policy,
+    constants_for,
+    described_groups,
+    require_max_norm,
+)
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Unit
 

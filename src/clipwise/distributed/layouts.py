@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from clipwise.clipping import Strategy
 from clipwise.distributed import sums
 from clipwise.distributed.ranks import OneRank, Ranks
 from clipwise.errors import ConfigurationError
@@ -32,15 +33,19 @@ class Layout:
         model: the model, without a wrapper such as DistributedDataParallel.
         stored: the trainable parameters that the optimizer holds.
         used: the trainable parameters that a forward pass uses. They are the leaves of the autograd graph.
-        is_sharded: whether a rank has only a part of each parameter.
+        is_sharded: whether a rank stores only a part of some parameters.
+        splits_gradients: whether a rank computes only a part of the gradients of its examples (tensor parallelism).
+        share: which share of each batch this rank takes, and the number of shares.
     """
 
     is_sharded = False
+    splits_gradients = False
 
     def __init__(self, model: nn.Module, ranks: OneRank) -> None:
         self.model, self.ranks = model, ranks
         self.stored: Parameters = {}
         self.used: Parameters = {}
+        self.share = ranks.rank, ranks.count
 
     def bind(self, parameters: Parameters) -> None:
         """Take the trainable parameters of the model."""
@@ -56,6 +61,16 @@ class Layout:
     def whole_weights(self) -> Iterator[None]:
         """A block in which `used` holds the current weights."""
         yield
+
+    def require_strategy(self, strategy: Strategy, largest_piece: int | None, has_loss: bool) -> None:
+        """Raise if the layout does not support the strategy, this `max_physical_batch_size`, or `loss`."""
+
+    def require_piece(self, size: int) -> None:
+        """Raise if the layout does not support a piece with so many records."""
+
+    def joined_squares(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The squared norms of whole gradients, from those of the parts on each rank."""
+        return squares
 
     def stored_tensor(self, t: Tensor) -> Tensor:
         """The tensor of this rank that holds the values of a parameter or buffer of the model."""
@@ -99,9 +114,14 @@ def layout_of(model: Any, optimizer: torch.optim.Optimizer, ranks: OneRank) -> L
     inner = _unwrapped(model)
     _require_supported(inner, optimizer)
     if _has_dtensors(inner):
-        from clipwise.distributed.sharded import Sharded  # imports torch.distributed.tensor, which takes long
+        # These import torch.distributed.tensor, which takes long.
+        from clipwise.distributed.sharded import Sharded, is_fully_sharded
 
-        return Sharded(inner, ranks)
+        if is_fully_sharded(inner) or not isinstance(ranks, Ranks):
+            return Sharded(inner, ranks)
+        from clipwise.distributed.tensor_parallel import TensorParallel
+
+        return TensorParallel(inner, ranks)
     return Layout(inner, ranks)
 
 

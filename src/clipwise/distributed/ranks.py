@@ -94,7 +94,8 @@ class Ranks(OneRank):
 
         self.rank, self.count, self.timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._broken = ""
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.group_timeout = timedelta(seconds=timeout)
+        self.group = dist.new_group(backend="gloo", timeout=self.group_timeout)
         self._store = PrefixStore(
             f"clipwise/{len(_BEGUN)}",  # every rank makes its runs in the same order
             dist.distributed_c10d._get_default_store(),  # no public function returns it

@@ -6,17 +6,15 @@ of them, also none if it has no records. The memory for it is one copy of the pa
 pass.
 
 Sums are reduced to the shards that the optimizer holds: a reduce-scatter over each sharded dimension of the mesh and an
-all-reduce over each replicated one. Noise is added to the shards. A rank draws the values of its shard from the stream
-of the whole parameter, so every entry gets noise once, the same as in a single process. Replicas draw the same values.
+all-reduce over each replicated one. Noise is added to the shards; replicas draw the same values.
 
 Legend: R ranks of a mesh dimension, n entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,27 +22,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from clipwise.distributed import sums
-from clipwise.distributed.layouts import Layout, Parameters
-from clipwise.distributed.ranks import OneRank, Ranks
+from clipwise.distributed.dtensors import DTensorLayout, span_of
+from clipwise.distributed.layouts import Parameters
+from clipwise.distributed.ranks import OneRank
 from clipwise.errors import ConfigurationError
-from clipwise.noise.by_shard import Span, noised_shards
-from clipwise.noise.key import NoiseKey
-from clipwise.privacy import Part
+from clipwise.gradients.real_views import own_part
 
 
-class Sharded(Layout):
+class Sharded(DTensorLayout):
     """A model whose parameters are DTensors of `fully_shard`."""
-
-    is_sharded = True
 
     def __init__(self, model: nn.Module, ranks: OneRank) -> None:
         super().__init__(model, ranks)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._by_unsharded: dict[int, Tensor] = {}
-        self._spans: dict[str, Span] = {}
         _require_fully_sharded(model, self._modules, ranks)
         self.reshard()
 
@@ -54,10 +47,10 @@ class Sharded(Layout):
         self.unshard()  # FSDP2 makes the unsharded parameters at the first call and keeps the objects
         unsharded = dict(self.model.named_parameters())
         self.used = {name: unsharded[name] for name in parameters}
-        self._by_unsharded = {id(p): _local(everything[name]) for name, p in unsharded.items()}
+        self._by_unsharded = {id(p): own_part(everything[name]) for name, p in unsharded.items()}
         self._held = unsharded  # keeps their ids from being reused
         self.reshard()
-        self._spans = {name: _span(p) for name, p in parameters.items() if isinstance(p, DTensor)}
+        self._spans = {name: span_of(p) for name, p in parameters.items() if isinstance(p, DTensor)}
 
     def unshard(self) -> None:
         for module in self._modules:
@@ -83,14 +76,15 @@ class Sharded(Layout):
             self.reshard()
 
     def stored_tensor(self, t: Tensor) -> Tensor:
-        return self._by_unsharded.get(id(t), t) if not isinstance(t, DTensor) else _local(t)
+        return self._by_unsharded.get(id(t), t) if not isinstance(t, DTensor) else own_part(t)
 
     @torch.no_grad()
     def reduced(self, total: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sum over ranks of each sum: the shard of this rank for parameters, all of it for other parts."""
         others = {name: t for name, t in total.items() if name not in self._spans}
         found: dict[str, Tensor] = {}
-        for bucket in self._buckets(total):
+
+        def reduction(bucket: Sequence[str]) -> Iterator[None]:
             shards = [total.pop(name) for name in bucket]
             shards = [t.to(sums.wide(t.dtype)) for t in shards]
             mesh, placements = _where(self.stored[bucket[0]])
@@ -98,24 +92,13 @@ class Sharded(Layout):
                 group, size = mesh.get_group(number), mesh.size(number)
                 if isinstance(placement, Shard):
                     rank = mesh.get_local_rank(number)
-                    shards = self._scattered(shards, placement.dim, group, size, rank)
+                    shards = yield from self._scattered(shards, placement.dim, group, size, rank)
                 elif size > 1:
-                    shards = self._all_reduced(shards, group)
+                    shards = yield from self._all_reduced(shards, group)
             found.update(zip(bucket, shards, strict=True))
+
+        sums.overlapped(reduction(bucket) for bucket in self._buckets(total))
         return found | (super().reduced(others) if others else {})
-
-    def noised(
-        self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
-    ) -> dict[str, Tensor]:
-        return noised_shards(total, self._spans, parts, divisor, key)
-
-    def whole_release(self, released: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return _Gathered(released, self.stored)
-
-    def own_part(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if isinstance(gradients, _Gathered):
-            return gradients.shards
-        return {name: self._part(name, gradients[name]) for name in self.stored}
 
     def require_whole_weights(self, reader: str) -> None:
         if reader:
@@ -123,22 +106,6 @@ class Sharded(Layout):
                 f"{reader} is not supported for a model sharded by fully_shard: it needs the whole weights outside of "
                 "forward passes. Remove it, or use the plain model or DistributedDataParallel."
             )
-
-    @torch.no_grad()
-    def write(self, gradients: Mapping[str, Tensor]) -> None:
-        for name, p in self.stored.items():
-            local = gradients[name].to(device=_local(p).device, dtype=p.dtype)
-            p.grad = _distributed(local.contiguous(), p)
-
-    def whole_state(self) -> dict[str, Any]:
-        """All ranks take part; each tensor is moved to the CPU before the next is gathered."""
-        self.reshard()
-        state = self.model.state_dict()
-        return {name: t.full_tensor().cpu() if isinstance(t, DTensor) else t for name, t in state.items()}
-
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        """The shard of this rank of a tensor with the shape of the parameter."""
-        return self._spans[name].of(whole.detach())
 
     def _buckets(self, total: Mapping[str, Tensor]) -> list[list[str]]:
         """Names of parameters whose sums are reduced together: of one mesh, placement and dtype."""
@@ -154,7 +121,9 @@ class Sharded(Layout):
             size += t.numel()
         return found
 
-    def _scattered(self, whole: list[Tensor], dim: int, group: dist.ProcessGroup, size: int, rank: int) -> list[Tensor]:
+    def _scattered(
+        self, whole: list[Tensor], dim: int, group: dist.ProcessGroup, size: int, rank: int
+    ) -> Generator[None, None, list[Tensor]]:
         """The shard of this rank of each sum over a mesh dimension. Shards are padded to equal lengths."""
         if size == 1:
             return whole
@@ -168,7 +137,7 @@ class Sharded(Layout):
                     packed_Rn[r, start : start + each[r].numel()] = each[r].reshape(-1)
                 start += length
         mine_n = packed_Rn.new_empty(sum(lengths))
-        self._reduce_scatter(mine_n, packed_Rn, group, rank)
+        yield from self._reduce_scatter(mine_n, packed_Rn, group, rank)
         found, start = [], 0
         for t, each, length in zip(whole, chunks, lengths, strict=True):
             shape = list(each[rank].shape) if rank < len(each) else [*t.shape[:dim], 0, *t.shape[dim + 1 :]]
@@ -177,10 +146,12 @@ class Sharded(Layout):
             start += length
         return found
 
-    def _reduce_scatter(self, mine_n: Tensor, packed_Rn: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    def _reduce_scatter(self, mine_n: Tensor, packed_Rn: Tensor, group: dist.ProcessGroup, rank: int) -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled():
             every = [torch.empty_like(packed_Rn) for _ in range(len(packed_Rn))]
-            self._wait(dist.all_gather(every, packed_Rn, group=group, async_op=True), packed_Rn)
+            work = dist.all_gather(every, packed_Rn, group=group, async_op=True)
+            yield
+            self._wait(work, packed_Rn)
             mine_n.copy_(every[0][rank])
             for term in every[1:]:
                 mine_n += term[rank]
@@ -188,43 +159,16 @@ class Sharded(Layout):
         # Its name before torch 2.13, which warns about that name.
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = reduce_scatter(mine_n, packed_Rn.view(-1), group=group, async_op=True)
+        yield
         self._wait(work, packed_Rn, is_lazy=True)  # gloo's is
 
-    def _all_reduced(self, shards: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    def _all_reduced(self, shards: list[Tensor], group: dist.ProcessGroup) -> Generator[None, None, list[Tensor]]:
         flat = torch.cat([t.reshape(-1) for t in shards])
-        self._wait(dist.all_reduce(flat, group=group, async_op=True), flat)
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        yield
+        self._wait(work, flat)
         pieces = torch.split(flat, [t.numel() for t in shards])
         return [piece.view(t.shape) for piece, t in zip(pieces, shards, strict=True)]
-
-    def _wait(self, work: dist.Work | None, t: Tensor, is_lazy: bool = False) -> None:
-        if isinstance(self.ranks, Ranks):
-            sums.wait(work, t, self.ranks, is_lazy)
-        elif work is not None:
-            work.wait()
-
-
-class _Gathered(Mapping[str, Tensor]):
-    """Released values in which a shard is gathered when it is read. All ranks read the same names."""
-
-    def __init__(self, shards: dict[str, Tensor], stored: Parameters) -> None:
-        self.shards, self._stored = shards, stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        p = self._stored.get(name)
-        return self.shards[name] if p is None else _distributed(self.shards[name], p).full_tensor()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shards)
-
-    def __len__(self) -> int:
-        return len(self.shards)
-
-
-def _local(t: Tensor) -> Tensor:
-    if not isinstance(t, DTensor):
-        return t
-    with torch.no_grad():
-        return t.to_local()
 
 
 def _where(p: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -232,25 +176,16 @@ def _where(p: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     return p.device_mesh, tuple(p.placements)
 
 
-def _distributed(local: Tensor, p: Tensor) -> DTensor:
-    """A DTensor like `p` with this shard."""
-    assert isinstance(p, DTensor)
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
-
-
-def _span(p: DTensor) -> Span:
-    """Which entries of a parameter are on this rank."""
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    dims = {placement.dim for placement in p.placements if isinstance(placement, Shard)}
-    dim = dims.pop() if dims else 0
-    return Span(tuple(p.shape), dim, offset[dim] if shape[dim] else 0, shape[dim])
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether a part of the model at least was sharded by `fully_shard`."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _require_fully_sharded(model: nn.Module, modules: Sequence[FSDPModule], ranks: OneRank) -> None:
     if not modules:
         raise ConfigurationError(
-            "The model has DTensor parameters and is not sharded by fully_shard: tensor parallelism "
-            "(parallelize_module) is not supported. Use the plain model, DistributedDataParallel or fully_shard."
+            "The model has DTensor parameters and is not sharded by fully_shard, and there is one rank: tensor "
+            "parallelism (parallelize_module) needs several ranks. Use the plain model or fully_shard."
         )
     if not isinstance(model, FSDPModule):
         raise ConfigurationError(
@@ -265,7 +200,7 @@ def _require_fully_sharded(model: nn.Module, modules: Sequence[FSDPModule], rank
         if len(sharded) > 1 or "tp" in names:
             raise ConfigurationError(
                 f"Parameter {name!r} is sharded over {len(sharded)} dimensions of its mesh {names}: tensor parallelism "
-                "(parallelize_module) is not supported. Use fully_shard alone."
+                "(parallelize_module) together with fully_shard is not supported. Use one of them."
             )
         if p.device_mesh.size() != ranks.count:
             raise ConfigurationError(

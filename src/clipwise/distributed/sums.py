@@ -3,20 +3,27 @@
 Every rank clips its own examples; the sum over ranks is the clipped sum of the batch. It is never a mean: the only
 divisor is the public constant of the release. Sums are reduced in float32 or better.
 
+A few buckets are reduced at once. While one is on its way the next is packed, and their copies are all the memory that
+a reduction takes beside the sums.
+
 With `torch.use_deterministic_algorithms(True)` terms are added in the order of the ranks, whatever the backend does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from clipwise.distributed.ranks import Ranks
+from clipwise.gradients.real_views import complex_view, real_view
 
 BUCKET = 8 * 2**20  # entries of one collective
+_AT_ONCE = 4  # buckets
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -24,38 +31,60 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def buckets(sums: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Consecutive sums of one dtype and device, with about `BUCKET` entries together."""
-    found: list[list[Tensor]] = []
-    size = 0
-    for t in sums:
-        is_same = bool(found) and (t.dtype, t.device) == (found[-1][0].dtype, found[-1][0].device)
-        if not is_same or size + t.numel() > BUCKET:
+def buckets(total: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of consecutive sums of one dtype and device, with about `BUCKET` entries together."""
+    found: list[list[str]] = []
+    kind, size = None, 0
+    for name in sorted(total):
+        t = real_view(total[name])
+        if kind != (t.dtype, t.device) or size + t.numel() > BUCKET:
             found.append([])
-            size = 0
-        found[-1].append(t)
+            kind, size = (t.dtype, t.device), 0
+        found[-1].append(name)
         size += t.numel()
     return found
 
 
+def overlapped(reductions: Iterable[Iterator[None]]) -> None:
+    """Run reductions, a few at once. Each yields after it has started a collective, and waits for it when resumed."""
+    running: deque[Iterator[None]] = deque()
+    for reduction in reductions:
+        next(reduction, None)
+        running.append(reduction)
+        if len(running) == _AT_ONCE:
+            deque(running.popleft(), maxlen=0)  # to its end
+    for reduction in running:
+        deque(reduction, maxlen=0)
+
+
 @torch.no_grad()
-def summed(sums: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The sum of each entry over all ranks, on every rank. Complex sums are added as pairs of real numbers."""
-    names = sorted(sums)
-    are_complex = {name for name in names if sums[name].is_complex()}
-    real = {name: torch.view_as_real(sums[name]) if name in are_complex else sums[name] for name in names}
-    wide_sums = [real[name].to(wide(real[name].dtype)) for name in names]
-    running = []
-    for bucket in buckets(wide_sums):
-        flat = torch.cat([t.reshape(-1) for t in bucket])
-        running.append((bucket, flat, _start(flat, ranks)))
-    found: list[Tensor] = []
-    for bucket, flat, work in running:
-        _finish(flat, work, ranks)
-        pieces = torch.split(flat, [t.numel() for t in bucket])
-        found.extend(piece.view(t.shape) for piece, t in zip(pieces, bucket, strict=True))
-    total = dict(zip(names, found, strict=True))
-    return {name: torch.view_as_complex(total[name]) if name in are_complex else total[name] for name in sums}
+def summed(total: dict[str, Tensor], ranks: Ranks, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The sum of each entry over all ranks, or those of a group, on each of them. Overwrites the dictionary.
+
+    Complex sums are added as pairs of real numbers.
+    """
+    found: dict[str, Tensor] = {}
+
+    def reduction(bucket: Sequence[str]) -> Iterator[None]:
+        sums = [real_view(total[name]) for name in bucket]
+        are_complex = [total.pop(name).is_complex() for name in bucket]
+        flat = torch.cat([t.reshape(-1).to(wide(t.dtype)) for t in sums])
+        work, every = _start(flat, ranks, group)
+        yield
+        _finish(flat, work, every, ranks)
+        pieces = torch.split(flat, [t.numel() for t in sums])
+        for name, t, piece, is_complex in zip(bucket, sums, pieces, are_complex, strict=True):
+            found[name] = complex_view(piece.view(t.shape)) if is_complex else piece.view(t.shape)
+
+    names = list(total)
+    overlapped(reduction(bucket) for bucket in buckets(total))
+    return {name: found[name] for name in names}
+
+
+def new_group(members: Sequence[int], device: str, ranks: Ranks) -> dist.ProcessGroup:
+    """A group of some ranks for sums on a device. All ranks call it for each group, in the same order."""
+    options: dict[str, Any] = {"backend": "gloo", "timeout": ranks.group_timeout} if device == "cpu" else {}
+    return cast(dist.ProcessGroup, dist.new_group(list(members), **options))
 
 
 def _group(t: Tensor, ranks: Ranks) -> dist.ProcessGroup | None:
@@ -63,15 +92,15 @@ def _group(t: Tensor, ranks: Ranks) -> dist.ProcessGroup | None:
     return ranks.group if t.device.type == "cpu" else None
 
 
-def _start(flat: Tensor, ranks: Ranks) -> tuple[dist.Work | None, list[Tensor]]:
+def _start(flat: Tensor, ranks: Ranks, group: dist.ProcessGroup | None) -> tuple[dist.Work | None, list[Tensor]]:
+    group = group or _group(flat, ranks)
     if not torch.are_deterministic_algorithms_enabled():
-        return dist.all_reduce(flat, group=_group(flat, ranks), async_op=True), []
-    every = [torch.empty_like(flat) for _ in range(ranks.count)]
-    return dist.all_gather(every, flat, group=_group(flat, ranks), async_op=True), every
+        return dist.all_reduce(flat, group=group, async_op=True), []
+    every = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    return dist.all_gather(every, flat, group=group, async_op=True), every
 
 
-def _finish(flat: Tensor, started: tuple[dist.Work | None, list[Tensor]], ranks: Ranks) -> None:
-    work, every = started
+def _finish(flat: Tensor, work: dist.Work | None, every: list[Tensor], ranks: Ranks) -> None:
     wait(work, flat, ranks)
     if every:
         flat.copy_(every[0])

@@ -9,9 +9,9 @@ repeated rows of weight 0. No row is dropped. Rows of another shape or dtype tha
 gathered eagerly.
 
 An eager step synchronizes to find rare cases (an example is not finite, or its gradient cancels). A captured step
-collects them in a flag on the device (gradients/rare.py), which the host reads once, after the last piece and before
-anything is charged or released. If the flag is set, the batch is gathered again eagerly. The key of a step is copied to
-the device just before its release. The host prepares the release while the device gathers.
+collects them in a flag on the device (gradients/precision.py), which the host reads once, after the last piece and
+before anything is charged or released. If the flag is set, the batch is gathered again eagerly. The key of a step is
+copied to the device just before its release. The host prepares the release while the device gathers.
 
 Legend: B examples of a piece.
 """

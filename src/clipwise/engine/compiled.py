@@ -61,7 +61,8 @@ class CompiledStep:
         self._context, self._loss = context, loss
         self._size = _piece_size(context) if size is None else whole("size", size, least=_SMALLEST)
         self._device = next(iter(context.parameters.values())).device
-        is_tested = loss is context.plan.loss or context.strategy.is_coupled  # tested elsewhere, or needs no test
+        # Tested elsewhere, or needs no test.
+        is_tested = loss is context.plan.loss or context.strategy.is_coupled or context.layout.splits_gradients
         self._test = None if is_tested else context.plan_test(loss)
         self._eager = 0
         self._replayed = 0

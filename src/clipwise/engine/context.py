@@ -18,6 +18,7 @@ from clipwise.gradients.real_views import dimension
 from clipwise.ledger import multi_run
 from clipwise.ledger.file_format import new_tag
 from clipwise.ledger.ledger import FileLedger
+from clipwise.ledger.planned_run import awaiting_training
 from clipwise.noise.key import NoiseKey, StepKeys
 from clipwise.noise.secure import on_grid
 from clipwise.privacy import Part
@@ -63,14 +64,14 @@ class StepContext:
         self.event, self.ledger, self.parts = plan.event, plan.ledger, plan.parts
         self.is_seeded = plan.seed is not None
         # A run that released nothing, or nothing but the preparation of its data, has no checkpoint.
-        begins_planned = plan.ledger.awaits_training
-        self.must_load = plan.ledger.existing and plan.ledger.position > 0 and not begins_planned
+        planned = awaiting_training(plan.ledger)
+        self.must_load = plan.ledger.existing and plan.ledger.position > 0 and planned is None
         self.ranks, self.layout = plan.ranks, plan.layout
         given = None if self.must_load else plan.seed
         own = NoiseKey.fresh() if given is None else NoiseKey.from_seed(given)
         key, self.tag = self.key_of_rank_0(own), self.ranks.from_rank_0(new_tag)
-        if begins_planned and plan.ledger.planned is not None:
-            self.tag = plan.ledger.planned.run
+        if planned is not None:
+            self.tag = planned.run
         self.keys = StepKeys(key, plan.scheme.steps_per_epoch)
         multi_run.require_unused(key.id, plan.ledger)
         plan.ledger.enter(self.tag, self)

@@ -36,8 +36,7 @@ from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import FileLedger, Ledger, MemoryLedger, read
 from clipwise.ledger.multi_run import Held
 from clipwise.ledger.run_description import About
-from clipwise.optim.averaging import AveragedParameters
-from clipwise.optim.penalty import Penalty, require_penalty
+from clipwise.optim.averaging import AveragedParameters, Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
 from clipwise.sampling import DRAWN_BY_MICROBATCHES, ByUser, Fetcher, Partition, Scheme, make_scheme, microbatches_of
 from clipwise.sampling.augmentation import Views
@@ -91,7 +90,8 @@ def make_private(
     """Make the training of a model private. The model, the optimizer and the data set are not wrapped or replaced.
 
     If torch.distributed is initialised (`torchrun`), all ranks call it with the same arguments and train one model
-    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard`. Rank 0 writes the ledger.
+    together: a plain one, one in DistributedDataParallel, or one sharded by `fully_shard` or split by
+    `parallelize_module`. Rank 0 writes the ledger.
 
     Args:
         model: any module. It gets no wrapper and no hooks, and keeps its `state_dict` keys.
@@ -204,7 +204,8 @@ def make_private(
     require_apart(dataset, strategy, statistics)
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
-    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty)
+    layout.require_strategy(strategy, plain(max_physical_batch_size), loss is not None)
+    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty, layout.joined_squares)
     with layout.whole_weights():
         clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)
@@ -256,7 +257,7 @@ def make_private(
                     "prefetch_factor": prefetch_factor,
                 },
                 collate_fn=collate_fn,
-                probe=probe_independence and not strategy.is_coupled,
+                probe=probe_independence and not (strategy.is_coupled or layout.splits_gradients),
                 changed_before=changed_before,
                 loss=loss,
                 ranks=ranks,

@@ -21,8 +21,7 @@ from clipwise.ledger.budget import PrivacyBudget
 from clipwise.ledger.ledger import Ledger
 from clipwise.ledger.multi_run import Held
 from clipwise.noise.secure import require_cipher
-from clipwise.optim.averaging import AveragedParameters
-from clipwise.optim.penalty import Penalty
+from clipwise.optim.averaging import AveragedParameters, Penalty
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Part, Sampling, Unit
 from clipwise.sampling import Cut, Scheme
 from clipwise.sampling.augmentation import Views

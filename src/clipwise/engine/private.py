@@ -57,8 +57,8 @@ class Private:
             context.secrets_ahead,
             cut=plan.cut,
             prepare=partial(pipeline.hand_out, context),
-            rank=context.ranks.rank,
-            ranks=context.ranks.count,
+            rank=context.layout.share[0],
+            ranks=context.layout.share[1],
             **plan.loader_options,
         )
         if watch is not None:

@@ -26,9 +26,9 @@ from clipwise.distributed.ranks import digest_of, reporting_failures
 from clipwise.engine import describe
 from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
-from clipwise.gradients import opaque
+from clipwise.gradients.outline import explain
 from clipwise.ledger import crash_points, multi_run
-from clipwise.optim.penalty import add_penalty
+from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
@@ -49,6 +49,7 @@ def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     is_first = piece.index_in_batch == 0
     if is_first:
         context.layout.reshard()
+    context.layout.require_piece(piece.size)
     training_loop.require_same_ranks(context.ranks.count)
     context.guard.before_draw()
     context.loop.draws_from_key = False
@@ -115,7 +116,7 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
                 losses = observer.losses(context, piece, losses)
             clipped = context.clipper.sum_at_outputs(losses, outputs)
         except RuntimeError as error:
-            opaque.explain(error)
+            explain(error)
             raise
     return gather(context, piece, clipped)
 
@@ -197,7 +198,7 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
                 "Change them between batches: private.step returns True when a batch is complete."
             )
         for name, gathered in total.items():
-            gathered += clipped[name]
+            gathered += clipped.pop(name)  # frees its memory
     context.loader.consume()
     if not piece.last:
         context.partial = total, bounds
@@ -304,9 +305,15 @@ def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
     total = context.layout.reduced(total)
-    if context.observer is not None:
-        return context.observer.released(context, total, partial(noised, context))
-    return noised(context, total)
+    if context.observer is None:
+        return noised(context, total)
+    layout = context.layout
+
+    def noised_whole(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        return dict(layout.whole_release(noised(context, dict(layout.own_part(sums)))))
+
+    # An audit sees the sums with every entry, on each rank.
+    return dict(layout.own_part(context.observer.released(context, dict(layout.whole_release(total)), noised_whole)))
 
 
 def _write(context: StepContext, released: dict[str, Tensor]) -> None:

@@ -29,7 +29,8 @@ class VerifiedWeights:
     """
 
     def __init__(self, plan: Plan, state: ModelState | None) -> None:
-        self.state = ModelState(plan.model, plan.layout.stored_tensor) if state is None else state
+        stored = plan.layout.stored_tensor if plan.layout.is_sharded else None
+        self.state = ModelState(plan.model, stored) if state is None else state
         self.released = ReleasedGradients(plan.parameters)
         self.released.remember()  # an earlier run may have left a gradient, which is not used
         self.changed_before = plan.changed_before

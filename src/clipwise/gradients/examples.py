@@ -7,7 +7,7 @@ back separately.
 
 All uses of a parameter are joined before any norm is taken. |g1 + g2|^2 is not |g1|^2 + |g2|^2: a tied weight or a
 module called twice needs the cross terms. Products (or rows) are joined by concatenating their positions, a product and
-rows of one table by their cross term (forms/tied.py). All other uses are written out per example and added.
+rows of one table by their cross term (forms/rows.py). All other uses are written out per example and added.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.forms import Budget, Form, Outer, Rows, Tied, Written, at_least_float32
-from clipwise.gradients.operations import CASTS, TRANSPOSE
-from clipwise.gradients.outline import BY_HAND, Route
-from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
-from clipwise.gradients.rare import Rare
+from clipwise.gradients.outline import BY_HAND, CASTS, TRANSPOSE, Route
+from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.gradients.walk import Graph, Node, dtype_at, node_name
 
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU

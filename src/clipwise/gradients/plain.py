@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.examples import Parameters, PerExampleGradients
+from clipwise.gradients.real_views import own_part_of_gradient
 from clipwise.gradients.walk import walk
 
 _CHUNK_BYTES = 256 * 2**20  # gradients returned by one batched backward pass
@@ -22,7 +23,8 @@ def single(losses: Tensor, example: int, parameters: Parameters, weight: float =
     one = torch.zeros_like(losses)
     one[example] = weight
     grads = torch.autograd.grad(losses, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
-    return {name: g.to_dense() for name, g in zip(parameters, grads, strict=True)}
+    own = (own_part_of_gradient(g, p) for g, p in zip(grads, parameters.values(), strict=True))
+    return {name: g.to_dense() for name, g in zip(parameters, own, strict=True)}
 
 
 @torch.no_grad()
@@ -33,7 +35,8 @@ def by_loop(losses: Tensor, parameters: Parameters) -> PerExampleGradients:
     for i in range(len(losses)):
         for name, g in single(losses, i, parameters).items():
             rows[name].append(g)
-    return PerExampleGradients.written({name: torch.stack(g) for name, g in rows.items()}, parameters)
+    stacked = {name: torch.stack(g) if len(g) > 1 else g[0][None] for name, g in rows.items()}
+    return PerExampleGradients.written(stacked, parameters)
 
 
 @torch.no_grad()

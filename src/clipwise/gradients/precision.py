@@ -4,6 +4,11 @@ Norms are upper bounds for IEEE float32 or float64. A sum over examples that aut
 TensorFloat-32 products, can exceed the bound by a per cent, and by more in a large batch. So a run either computes its
 sums in IEEE arithmetic, or fixes an error bound on its products in advance and states a sensitivity that includes it
 (clipping/per_example.py).
+
+`Rare` asks whether a rare event happened. An example that is not finite, or with positions that cancel, needs extra
+work that hardly any batch needs. Checking for one makes the host wait for the device, and a captured step (compiled.py)
+cannot check at all. It defers the checks (`PutAside`), continues as if all were negative, and evaluates them before
+anything is released.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 _AUTOCAST = ("cpu", "cuda")
 
@@ -135,3 +141,26 @@ def _set(write: Callable[[Any], None], before: Any, wanted: Any) -> Iterator[Non
     finally:
         if before != wanted:
             write(before)
+
+
+class Rare:
+    """Checks immediately."""
+
+    def any(self, flags: Tensor) -> bool:
+        """Whether any of the flags is set."""
+        return bool(flags.any())
+
+
+class PutAside(Rare):
+    """Returns False, and stores the flags for later."""
+
+    def __init__(self) -> None:
+        self._asked: list[Tensor] = []
+
+    def any(self, flags: Tensor) -> bool:
+        self._asked.append(flags.any())
+        return False
+
+    def happened(self) -> Tensor | None:
+        """Whether any deferred check was positive, as a tensor on the device."""
+        return torch.stack(self._asked).any() if self._asked else None

@@ -1,6 +1,6 @@
 """The probes of one graph: extra backward passes with weighted losses, computed on demand.
 
-layout.py describes what a probe shows about one tensor, and owners.py how several probes identify the owner of a row.
+layout.py describes what a probe shows about one tensor, and how several probes identify the owner of a row.
 """
 
 from __future__ import annotations
@@ -8,8 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.gradients.layout import LARGEST_WEIGHT, Layout, Probe, hypotheses, probe_weights, surviving
-from clipwise.gradients.owners import Numbers, Ragged
+from clipwise.gradients.layout import (
+    LARGEST_WEIGHT,
+    Layout,
+    Numbers,
+    Probe,
+    Ragged,
+    hypotheses,
+    probe_weights,
+    surviving,
+)
 from clipwise.gradients.precision import ieee_arithmetic
 from clipwise.gradients.walk import Edge, Graph, gradients_at
 

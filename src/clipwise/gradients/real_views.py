@@ -2,9 +2,14 @@
 
 A complex parameter of n entries counts as 2 n real coordinates: |g|^2 sums the squares of both parts. Clipping norms
 and sensitivities are those of the real space, and noise is added to real and imaginary parts alike.
+
+`own_part` is the part of a tensor in this process: all of an ordinary tensor, the local tensor of a DTensor. Operations
+on a whole DTensor would wait for other processes.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,3 +28,18 @@ def real_view(t: Tensor) -> Tensor:
 def complex_view(t: Tensor) -> Tensor:
     """The inverse of `real_view`, in the same memory if it begins at a whole number of pairs."""
     return torch.view_as_complex(t.clone() if t.storage_offset() % 2 else t)
+
+
+def own_part(t: Tensor) -> Tensor:
+    """The entries of a tensor in this process."""
+    if not hasattr(t, "to_local"):
+        return t
+    with torch.no_grad():
+        return cast(Tensor, t.to_local())
+
+
+def own_part_of_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The entries of a gradient that lie where those of the parameter do. All ranks of a DTensor call it."""
+    if not hasattr(gradient, "to_local") or not hasattr(parameter, "placements"):
+        return own_part(gradient)
+    return own_part(gradient.redistribute(parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
-from clipwise.gradients.operations import ROW_MOVERS
-from clipwise.gradients.outline import Outline, Plan
+from clipwise.gradients.outline import ROW_MOVERS, Outline, Plan
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind

@@ -30,8 +30,7 @@ from clipwise.gradients.examples import Contribution, Parameters, Path, PerExamp
 from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.outline import Operand
-from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.gradients.rare import Rare
+from clipwise.gradients.precision import IEEE, Arithmetic, Rare
 from clipwise.gradients.resolve import Resolved, Resolver
 from clipwise.gradients.rules.registry import RuleDoesNotApply, begin
 from clipwise.gradients.selfcheck import has_gradient

@@ -25,9 +25,23 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import CoupledExamplesError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.opaque import COMPILED, REFUSALS, require_not_rerun
-from clipwise.gradients.operations import ACCUMULATE, CASTS, CROSSES, CUTS, PURE, ROW_MOVERS, TRANSPOSE, TURNS
-from clipwise.gradients.outline import Entry, Outline, Plan, UsePlan
+from clipwise.gradients.outline import (
+    ACCUMULATE,
+    CASTS,
+    COMPILED,
+    CROSSES,
+    CUTS,
+    PURE,
+    REFUSALS,
+    ROW_MOVERS,
+    TRANSPOSE,
+    TURNS,
+    Entry,
+    Outline,
+    Plan,
+    UsePlan,
+    require_not_rerun,
+)
 
 Node = Any  # torch exposes autograd nodes by duck type only
 Edge = tuple[Node, int]  # one output of a node

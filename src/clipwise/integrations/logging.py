@@ -57,7 +57,7 @@ class RunLogger:
         self._private, self._sinks, self._public = private, sinks, public
         self._every = whole("every", every, least=1)
         self._logged = private.steps
-        self._is_cheap = True
+        self._spent = SpentSoFar(private)
 
     def step(self) -> None:
         """Write an entry if `every` steps were taken since the last one. Call it after each `private.step`."""
@@ -67,7 +67,7 @@ class RunLogger:
     def log(self, public: Mapping[str, float]) -> None:
         """Write an entry now, with further values that are public."""
         self._logged = self._private.steps
-        entry = self._epsilon() | _learning_rates(self._private)
+        entry = self._spent() | _learning_rates(self._private)
         entry |= {name: _public_number(name, value) for name, value in public.items()}
         for sink in self._sinks:
             sink.log(entry, step=self._logged)
@@ -85,7 +85,14 @@ class RunLogger:
     ) -> None:
         self.close()
 
-    def _epsilon(self) -> dict[str, float]:
+
+class SpentSoFar:
+    """Epsilon of a run as an entry of a log: `epsilon`, or `epsilon_rdp` where the tight accountant is slow."""
+
+    def __init__(self, private: Private) -> None:
+        self._private, self._is_cheap = private, True
+
+    def __call__(self) -> dict[str, float]:
         if self._is_cheap:
             began = time.perf_counter()
             found = self._private.spent()

@@ -1,4 +1,4 @@
-"""Scale factors of the examples, from measured norms, in one launch each: the formulas of layers/clipped/scales.py.
+"""Scale factors of the examples, from measured norms, in one launch each: the formulas of layers/clipped/layer.py.
 
     input_factors      |x| and s = min(1, C / |x|)
     gradient_factors   nu = min(most, C / n), with n = m (a |first| op b |second|), op the minimum or the maximum
@@ -22,7 +22,7 @@ _TILE = 2048  # entries of a tile in a sum
 
 @dataclass(frozen=True)
 class Limits:
-    """Constants of layers/clipped/scales.py: a scaled vector aims at `aim` times its bound, and so on."""
+    """Constants of layers/clipped/layer.py: a scaled vector aims at `aim` times its bound, and so on."""
 
     aim: float
     least: float

@@ -7,16 +7,9 @@ from clipwise.layers.batch_statistics import (
     with_released_statistics,
     without_running_statistics,
 )
-from clipwise.layers.bounded import (
-    BoundedGroupNorm,
-    BoundedLayerNorm,
-    ClipInput,
-    L2Attention,
-    L2Mixture,
-    TemperedSigmoid,
-)
-from clipwise.layers.clipped import ClippedLayer, clip_inputs, norms_from_public, set_clips
-from clipwise.layers.public_batchnorm import PublicBatchNorm, PublicBatchNorm1d, PublicBatchNorm2d, PublicBatchNorm3d
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
+from clipwise.layers.clipped import ClippedLayer, clip_inputs, set_clips
+from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.layers.standardized_weights import StandardizedWeight, standardize_weights
@@ -27,18 +20,11 @@ __all__ = [
     "BoundedLayerNorm",
     "ClipInput",
     "ClippedLayer",
-    "L2Attention",
-    "L2Mixture",
     "PublicBatchNorm",
-    "PublicBatchNorm1d",
-    "PublicBatchNorm2d",
-    "PublicBatchNorm3d",
     "PublicStatistics",
     "ReleasedStatisticsNorm",
     "StandardizedWeight",
-    "TemperedSigmoid",
     "clip_inputs",
-    "norms_from_public",
     "recompute_statistics",
     "replace_batchnorm",
     "set_clips",

@@ -1,25 +1,38 @@
-"""Batch norm layers that store no running statistics of private batches.
+"""Batch norm layers that store no running statistics of private batches, and the exchange of layers of a model.
 
 A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass, because the clip bounds
 the resulting gradient. Running statistics would release private data without noise. These layers therefore keep none.
 Evaluation uses the statistics of the evaluated batch, of public data (`recompute_statistics`), or statistics that a run
 released with noise (`clipwise.NoisedStatistics`).
+
+The statistics of a layer's input, per row, can be attached to the autograd graph of the losses (`Observation`). No
+module holds them: they are freed with the graph, and a forward pass whose losses are not used leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.batch_observations import observed
-from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.validation.arguments import naming, require_module
+
+
+def exchange_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Replace every occurrence of the old modules, in place. Returns the model, or its replacement."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in others:
+                parent._modules[name] = others[child]
+    return others.get(model, model)
 
 
 class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
@@ -32,7 +45,7 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
     A batch with a single value per channel, which Poisson subsampling can produce, is normalized to the bias.
 
     Attributes:
-        is_observed: whether the output's graph carries input statistics in training (layers/batch_observations.py).
+        is_observed: whether the output's graph carries input statistics in training (layers/batch_statistics.py).
         has_statistics: whether evaluation has public or released statistics. Equivalent to `num_batches_tracked` > 0,
             but readable without a tensor access, so that the forward pass can be exported.
     """
@@ -249,3 +262,62 @@ def _replacement(module: nn.Module, kind: type[BatchStatisticsNorm]) -> BatchSta
     new.affine, new.weight, new.bias = module.affine, module.weight, module.bias
     new.training = module.training
     return new
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Shape and dtype of a layer's output [B, C, ...]; mean and (biased) variance of its input over positions."""
+
+    layer: nn.Module
+    shape: torch.Size
+    dtype: torch.dtype
+    mean_BC: Tensor
+    var_BC: Tensor
+
+    @property
+    def positions(self) -> int:
+        return math.prod(self.shape[2:])
+
+
+def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
+    """The output unchanged, with an `Observation` of the input ([B, C, ...]) on its graph node."""
+    values = input.detach()
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    values_BCT = values.flatten(2) if values.dim() > 2 else values[..., None]
+    if values.numel():
+        var_BC, mean_BC = torch.var_mean(values_BCT, 2, correction=0)
+    else:  # torch would warn, and whether a batch is empty is secret
+        var_BC = mean_BC = values.new_zeros(values.shape[:2])
+    seen = Observation(layer, output.shape, output.dtype, mean_BC, var_BC)
+    # The anchor requires a gradient, so a node exists even if nothing before the layer is trained.
+    result: Tensor = _Carry.apply(output, torch.zeros((), requires_grad=True), seen)  # type: ignore[no-untyped-call]
+    return result
+
+
+def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
+    """Every observation in the graph of the losses, with the edge of the layer's output."""
+    root: Any = losses.grad_fn
+    entered, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        seen = getattr(node, "seen", None)
+        if isinstance(seen, Observation):
+            yield seen, GradientEdge(node, 0)
+        for child, _ in node.next_functions:
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append(child)
+
+
+class _Carry(torch.autograd.Function):
+    """The identity; its node carries an observation."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, seen: Observation) -> Tensor:
+        ctx.seen = seen
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None

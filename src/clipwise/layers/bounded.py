@@ -1,11 +1,10 @@
-"""Layers with bounded outputs or slopes: clipped input, bounded normalization, L2 attention, tempered sigmoids.
+"""Layers with bounded outputs or slopes: clipped input, bounded normalization.
 
-B: examples, C: channels, T: positions, D: width, H: heads, d: width of a head.
+B: examples, C: channels.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,86 +131,3 @@ def _alpha(alpha: float) -> float:
     if not found * found > torch.finfo(torch.float32).tiny:
         raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
     return found
-
-
-class L2Mixture(nn.Module):
-    """y_i = sum_j P_ij v_j with P_i = softmax_j( -|u_i - u_j|^2 / sqrt(d) ), in each head of d columns. No parameters.
-
-    After Kim, Papamakarios and Mnih (2021). A position attends to itself at distance 0, so the weight of distant
-    positions is exponentially small. This bounds the slope.
-
-    Args:
-        heads: the number of heads; each uses its own columns of places and values.
-        causal: whether a position attends only to itself and to earlier positions.
-    """
-
-    def __init__(self, heads: int = 1, causal: bool = False) -> None:
-        super().__init__()
-        self.heads, self.causal = whole("heads", heads, least=1), causal
-
-    def forward(self, places: Tensor, values: Tensor) -> Tensor:
-        """Map two tensors (B, T, D) to (B, T, D)."""
-        u_BHTd, v_BHTd = self._by_head(places), self._by_head(values)
-        # Differences, not a Gram matrix: its rounding error is relative to |u|^2, and a distance 0 would not be 0.
-        apart_BHTT = (u_BHTd.unsqueeze(-2) - u_BHTd.unsqueeze(-3)).square().sum(-1)
-        scores_BHTT = -apart_BHTT / math.sqrt(u_BHTd.shape[-1])
-        if self.causal:
-            T = places.shape[1]
-            later = torch.ones(T, T, dtype=torch.bool, device=places.device).triu(1)
-            scores_BHTT = scores_BHTT.masked_fill(later, -math.inf)
-        mixed_BHTd = scores_BHTT.softmax(-1) @ v_BHTd
-        return mixed_BHTd.transpose(1, 2).flatten(2)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.reshape(*x.shape[:-1], self.heads, -1).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, causal={self.causal}"
-
-
-class L2Attention(nn.Module):
-    """Self-attention with certified bounds: linear maps to places and values, `L2Mixture`, a linear output map.
-
-    Args:
-        width: input and output width per position; a multiple of `heads`.
-        heads: the number of heads.
-        causal: whether a position attends only to itself and to earlier positions.
-        bias: whether the linear maps have a bias.
-    """
-
-    def __init__(self, width: int, heads: int = 1, causal: bool = False, bias: bool = False) -> None:
-        super().__init__()
-        if width % whole("heads", heads, least=1):
-            raise ConfigurationError(f"heads={heads} does not divide width={width}.")
-        self.places = nn.Linear(width, width, bias=bias)
-        self.values = nn.Linear(width, width, bias=bias)
-        self.mixture = L2Mixture(heads, causal)
-        self.out = nn.Linear(width, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, width) to the same shape."""
-        return self.out(self.mixture(self.places(x), self.values(x)))  # type: ignore[no-any-return]
-
-
-class TemperedSigmoid(nn.Module):
-    """scale / (1 + exp(-temperature x)) - offset, elementwise. The defaults give tanh.
-
-    Args:
-        scale: the distance between the two limits.
-        temperature: the inverse temperature: the larger, the closer to a step function.
-        offset: subtracted from the result; scale / 2 makes the function odd.
-
-    Guarantee:
-        Each example is treated independently. Outputs lie in [-offset, scale - offset].
-    """
-
-    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
-        super().__init__()
-        self.scale, self.temperature = number("scale", scale), number("temperature", temperature)
-        self.offset = number("offset", offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}, temperature={self.temperature}, offset={self.offset}"

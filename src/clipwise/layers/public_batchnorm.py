@@ -39,7 +39,6 @@ class PublicBatchNorm(nn.Module):
         - Assumption: the public rows are not drawn from the private records.
     """
 
-    dimensions: tuple[int, ...] = ()  # allowed numbers of input dimensions; any from 2 on if empty
     running_mean: Tensor
     running_var: Tensor
 
@@ -124,13 +123,10 @@ class PublicBatchNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, kind={self.kind!r}{frozen}"
 
     def _require_shape(self, x: Tensor) -> None:
-        fits = x.dim() in self.dimensions if self.dimensions else x.dim() >= 2
-        if not fits or x.shape[1] != self.num_features:
-            wanted = " or ".join(map(str, self.dimensions)) or "2 or more"
+        if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ConfigurationError(
-                f"{type(self).__name__}({self.num_features}) takes inputs of {wanted} dimensions with "
-                f"{self.num_features} channels along the second; this one has {x.dim()} dimensions"
-                + (", or other channels." if fits else ".")
+                f"{type(self).__name__}({self.num_features}) takes inputs of shape [B, {self.num_features}, ...], with "
+                "the channels second."
             )
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -157,21 +153,3 @@ class PublicBatchNorm(nn.Module):
             elif strict and self.statistics is None:
                 missing_keys.append(f"{prefix}{_ROWS}")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
-
-
-class PublicBatchNorm1d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C] or [B, C, T], with the same guarantee."""
-
-    dimensions = (2, 3)
-
-
-class PublicBatchNorm2d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C, H, W], with the same guarantee."""
-
-    dimensions = (4,)
-
-
-class PublicBatchNorm3d(PublicBatchNorm):
-    """`PublicBatchNorm` for inputs [B, C, D, H, W], with the same guarantee."""
-
-    dimensions = (5,)

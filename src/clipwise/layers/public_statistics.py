@@ -226,18 +226,13 @@ class PublicStatistics:
         for name, layer in self._exact().items():
             for key in ("weight", "bias"):
                 p = layer._parameters.get(key)
-                problem = ""
-                if p is None or not p.requires_grad:
-                    problem = f"needs a trainable {key}, because it uses its gradient. Let it require gradients"
-                elif sum(p is other for other in uses) > 1:
-                    problem = f"needs a {key} of its own, but several layers share it. Give the layer a copy"
-                elif trained is not None and p not in trained:
-                    problem = (
-                        f"uses the gradient of its {key}, which is no parameter of the model that is trained. "
-                        "Train the whole model for which the public statistics were created"
+                is_own = p is not None and p.requires_grad and sum(p is other for other in uses) == 1
+                if not is_own or (trained is not None and p not in trained):
+                    raise ConfigurationError(
+                        f"Layer {name!r}: kind='public-exact' uses the gradient of its {key}, so it needs a {key} of "
+                        "its own that is trained in this run. Let it require gradients, give the layer a copy if "
+                        "several layers share it, and train the whole model; or use kind='public'."
                     )
-                if problem:
-                    raise ConfigurationError(f"Layer {name!r}: kind='public-exact' {problem}, or use kind='public'.")
 
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
         """The moments of the public rows at each layer, with their graph if `correct` needs it."""

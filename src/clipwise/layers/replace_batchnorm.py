@@ -4,36 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError
-from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.layers.exchange_modules import exchange_modules
-from clipwise.layers.public_batchnorm import (
-    PUBLIC_KINDS,
-    PublicBatchNorm,
-    PublicBatchNorm1d,
-    PublicBatchNorm2d,
-    PublicBatchNorm3d,
-)
-from clipwise.layers.public_statistics import PublicStatistics, as_rows, placed
-from clipwise.sampling.batch_structure import evaluating
+from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm, exchange_modules
+from clipwise.layers.public_batchnorm import PUBLIC_KINDS, PublicBatchNorm
+from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.validation.arguments import naming, one_of, require_module, whole
 
 KINDS = (*PUBLIC_KINDS, "group", "layer", "frozen")
-_PUBLIC: dict[type[nn.Module], type[PublicBatchNorm]] = {
-    nn.BatchNorm1d: PublicBatchNorm1d,
-    nn.BatchNorm2d: PublicBatchNorm2d,
-    nn.BatchNorm3d: PublicBatchNorm3d,
-    nn.SyncBatchNorm: PublicBatchNorm,
-    BatchStatisticsNorm: PublicBatchNorm,  # inputs of any number of dimensions
-    ReleasedStatisticsNorm: PublicBatchNorm,
-}
+_REPLACED = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    BatchStatisticsNorm,
+    ReleasedStatisticsNorm,
+)
 _MOST_GROUPS = 32
-# The smallest group: normalizing two values would leave only a sign. For BatchNorm1d there may be one position per
-# channel; for other layers positions are counted if public rows are given.
+# The smallest group: normalizing two values would leave only a sign. BatchNorm1d may have one position per channel.
 _FEWEST_CHANNELS, _FEWEST_VALUES = 2, 8
 
 
@@ -57,8 +47,7 @@ def replace_batchnorm(
             from public data; "group": GroupNorm; "layer": GroupNorm with one group, that is, normalization over all
             channels and positions of an example with scale and shift per channel.
         groups: for "group". By default the largest number up to 32 that divides the channels and leaves each group at
-            least two channels (eight for BatchNorm1d) and, if public rows show the number of positions, at least eight
-            values; otherwise one group.
+            least two channels (eight for BatchNorm1d); otherwise one group.
 
     Returns:
         The model (a new one only if the model itself is a BatchNorm), and its public statistics, fresh. For kinds
@@ -76,12 +65,12 @@ def replace_batchnorm(
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
     for name, old in found.items():
-        if type(old) not in _PUBLIC:
+        if type(old) not in _REPLACED:
             is_lazy = isinstance(old, nn.modules.lazy.LazyModuleMixin)
-            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm2d."
+            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm."
             problem = "is not initialized yet: run the model once." if is_lazy else more
             raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, which {problem}")
-    new = _new_layers(model, public, kind, groups, found)
+    new = _new_layers(public is not None, kind, groups, found)
     model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
     try:
         statistics = PublicStatistics(model, None if kind in ("group", "layer") else public)
@@ -95,30 +84,22 @@ def replace_batchnorm(
     return model, statistics
 
 
-def _new_layers(
-    model: nn.Module,
-    public: Tensor | Sequence[Tensor] | None,
-    kind: str,
-    groups: int | None,
-    found: Mapping[str, _BatchNorm],
-) -> list[nn.Module]:
+def _new_layers(has_public: bool, kind: str, groups: int | None, found: Mapping[str, _BatchNorm]) -> list[nn.Module]:
     if kind in ("group", "layer"):
-        with naming("public"):
-            positions = {} if public is None else _positions(model, public, list(found.values()))
         chosen = 1 if kind == "layer" else groups
-        return [_group_norm(name, old, chosen, positions.get(old)) for name, old in found.items()]
-    for name, old in found.items() if public is None else ():
+        return [_group_norm(name, old, chosen) for name, old in found.items()]
+    for name, old in () if has_public else found.items():
         has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
         if old.running_mean is None or has_none:
             raise ConfigurationError(
                 f"Layer {name!r} has no running statistics to freeze: give public rows to compute them."
             )
     layer_kind = "public" if kind == "frozen" else kind
-    return [_public_norm(old, layer_kind, public is None) for old in found.values()]
+    return [_public_norm(old, layer_kind, not has_public) for old in found.values()]
 
 
 def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
-    new = _PUBLIC[type(old)](old.num_features, old.eps, old.affine, kind=kind)
+    new = PublicBatchNorm(old.num_features, old.eps, old.affine, kind=kind)
     if keeps_statistics:
         new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
         new.freeze()
@@ -127,20 +108,16 @@ def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Modul
     return _with_parameters_of(new, old)
 
 
-def _group_norm(name: str, old: _BatchNorm, groups: int | None, positions: int | None) -> nn.Module:
-    channels = old.num_features
-    chosen = groups
-    if chosen is None:
-        fewest = max(_FEWEST_CHANNELS, -(-_FEWEST_VALUES // (positions or _FEWEST_VALUES)))
-        chosen = _most_groups(channels, _FEWEST_VALUES if isinstance(old, nn.BatchNorm1d) else fewest)
+def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.Module:
+    channels, has_positions = old.num_features, not isinstance(old, nn.BatchNorm1d)
+    fewest = _FEWEST_CHANNELS if has_positions else _FEWEST_VALUES
+    chosen = _most_groups(channels, fewest) if groups is None else groups
     if chosen < 1 or channels % chosen:
         raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
-    if channels // chosen * (positions or 1) < 2:
-        instead = "fewer groups" if chosen > 1 else "no normalization there"
-        unless = ", unless there are several positions: give public rows, so that they can be counted. Otherwise use"
+    if channels == chosen and not has_positions:
         raise ConfigurationError(
-            f"Layer {name!r}: a group would have one value, which normalization always maps to 0"
-            f"{unless if positions is None else '. Use'} {instead}, or kind='public'."
+            f"Layer {name!r}: a group would have one value, which normalization always maps to 0, unless there are "
+            "several positions: use fewer groups, no normalization there, or kind='public'."
         )
     return _with_parameters_of(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
 
@@ -155,24 +132,3 @@ def _with_parameters_of(new: nn.Module, old: _BatchNorm) -> nn.Module:
     """Set the old layer's scale, shift (the same objects) and mode."""
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)
-
-
-@torch.no_grad()
-def _positions(model: nn.Module, public: Tensor | Sequence[Tensor], layers: list[_BatchNorm]) -> dict[_BatchNorm, int]:
-    """The smallest number of positions per channel at each layer, for one example."""
-    found: dict[_BatchNorm, int] = {}
-
-    def note(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, _BatchNorm)
-        here = arguments[0][0, 0].numel()
-        found[layer] = min(found.get(layer, here), here)
-
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
-    at = next(iter([*layers[0].parameters(), *layers[0].buffers()]), torch.empty(0))
-    try:
-        with evaluating(model):
-            model(*placed(as_rows(public), at))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

@@ -25,7 +25,6 @@ from clipwise.errors import ConfigurationError, LedgerError
 from clipwise.ledger import crash_points, file_format
 from clipwise.ledger.durable_files import open_locked, sync_folder
 from clipwise.ledger.file_format import JSON, LedgerState, Record, Snapshot, encode, header_line, read
-from clipwise.ledger.planned_run import PlannedRun
 from clipwise.privacy import Entry, Event
 
 __all__ = ["JSON", "FileLedger", "Ledger", "Limit", "MemoryLedger", "Snapshot", "read"]
@@ -94,16 +93,6 @@ class Ledger(ABC):
     def plan(self) -> Mapping[str, JSON] | None:
         """The first plan that a run described, if any: `budget`, `delta`, `planned` steps, and whether it is `late`."""
         return self._state.plan
-
-    @property
-    def planned(self) -> PlannedRun | None:
-        """The run of this ledger, if it was planned before a preparation of its data, and no other run has joined."""
-        return PlannedRun.of(self.plan)
-
-    @property
-    def awaits_training(self) -> bool:
-        """Whether a run was planned, and has released nothing but the preparation of its data."""
-        return self.planned is not None and all(entry.event.purpose for entry in self.history())
 
     @property
     def is_closed(self) -> bool:
@@ -367,11 +356,6 @@ class FileLedger(Ledger):
         except BaseException:
             self._file.close()
             raise
-
-    @property
-    def header(self) -> Mapping[str, JSON]:
-        """The public configuration in the file; the latest one if runs have joined."""
-        return self._state.header
 
     def require_in_place(self) -> None:
         """Raise LedgerError if the path no longer names the open file, or if the file has become shorter."""

@@ -92,3 +92,9 @@ def plan_run(
     )
     ledger.describe(about.to_dict())
     return tag
+
+
+def awaiting_training(ledger: Ledger) -> PlannedRun | None:
+    """The run that was planned in this ledger, if it has released nothing but the preparation of its data."""
+    is_begun = any(not entry.event.purpose for entry in ledger.history())
+    return None if is_begun else PlannedRun.of(ledger.plan)

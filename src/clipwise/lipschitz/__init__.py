@@ -10,9 +10,8 @@ from clipwise.lipschitz.losses import (
     SoftmaxCrossEntropy,
     clip_output_gradients,
 )
-from clipwise.lipschitz.output_graph_check import GraphMatch
-from clipwise.lipschitz.tightness import Tightness, tightness
 from clipwise.lipschitz.trace import Network, trace
+from clipwise.lipschitz.traced_model_check import GraphMatch
 from clipwise.lipschitz.weights import clip_weights_, limits_of, on_limit
 
 __all__ = [
@@ -25,12 +24,10 @@ __all__ = [
     "MulticlassHinge",
     "Network",
     "SoftmaxCrossEntropy",
-    "Tightness",
     "bounds_of",
     "clip_output_gradients",
     "clip_weights_",
     "limits_of",
     "on_limit",
-    "tightness",
     "trace",
 ]

@@ -1,9 +1,9 @@
-"""Bounds of elementwise functions and of softmax."""
+"""Bounds of elementwise functions, of clipped inputs and of bounded normalization."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, PlainRule, Reach, Rounding, Rule
+from clipwise.layers.bounded import BoundedGroupNorm
+from clipwise.lipschitz.rule import Call, PlainRule, Reach, Rounding, Rule
 
 # The largest slopes, rounded up.
 _GELU, _GELU_TANH, _SILU, _MISH = 1.128905, 1.129004, 1.099840, 1.088503
@@ -23,10 +24,7 @@ Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
 
 
 def elementwise_rule(constants: Constants, rounding: Rounding) -> Rule:
-    """y = f(x) with |f'| <= slope, |f(0)| and the largest |f| as given: |y| <= slope |x| + sqrt(n) |f(0)|.
-
-    A jump, as in Hardshrink, is allowed if this inequality holds: gradients do not depend on it.
-    """
+    """y = f(x) with |f'| <= slope, |f(0)| and the largest |f| as given: |y| <= slope |x| + sqrt(n) |f(0)|."""
     slack = 1 + rounding.of_elements
     gain, at_zero, most = (slack * c for c in constants)
     return PlainRule(lambda x: _reach(x, gain, at_zero, most), gain)
@@ -65,44 +63,6 @@ def dropped(p: float) -> float:
     return 1 / (1 - p) if p < 1 else 1.0
 
 
-class LearnedSlopeRule(Rule):
-    """PReLU: y = x above 0 and a x below. |y| <= max(1, |a|) |x|; |da| <= |g| |x|."""
-
-    def __init__(self, call: Call) -> None:
-        self.module, self.rounding = call.target, call.rounding
-
-    def measured(self, effort: Effort) -> Measurements:
-        return {"weight": self.module.weight.detach().double().abs().amax()}
-
-    def allowed(self, limit: float) -> dict[str, float]:
-        return {"weight": limit}
-
-    def limited(self, norm: str) -> Measurements:
-        return self.measured("spectral")
-
-    def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
-        return _reach(reaches[0], *self.gains(reaches, norms))
-
-    def gains(self, reaches: Sequence[Reach], norms: Norms) -> tuple[float, ...]:
-        return (max(1.0, norms["weight"]) * (1 + self.rounding.of_elements),)
-
-    def parameter_gains(self, reaches: Sequence[Reach], norms: Norms) -> dict[str, float]:
-        (x,) = reaches
-        return {"weight": x.norm * (1 + self.rounding.of_sum(x.size))}
-
-
-def softmax_rule(call: Call) -> Rule:
-    """Softmax along one dimension of d entries: its Jacobian diag(p) - p p^T has norm at most 1/2; |p| <= 1."""
-    if call.target.dim is None:
-        raise call.refusal("give dim")
-    dim, shape = call.own_dimension(call.target.dim), call.shapes[0]
-    error = call.rounding.of_sum(shape[dim])
-    slack = 1 + error
-    row = slack if dim == len(shape) - 1 else math.inf
-    reach = Reach.of(shape, math.sqrt(math.prod(shape) / shape[dim]) * slack, row, slack)
-    return PlainRule(lambda x: reach, 0.5 * (1 + 4 * error))
-
-
 def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], Constants]:
     return lambda module: (slope, at_zero, most)
 
@@ -110,13 +70,6 @@ def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callab
 def _clamped(module: nn.Hardtanh) -> Constants:
     low, high = float(module.min_val), float(module.max_val)
     return 1.0, max(low, -high, 0.0), max(abs(low), abs(high))
-
-
-def _celu(module: nn.CELU) -> Constants:
-    """Below 0 the slope is exp(x / alpha)."""
-    if not module.alpha > 0:
-        raise ConfigurationError(f"CELU with alpha={module.alpha} has no bounded slope: give a positive alpha.")
-    return 1.0, 0.0, math.inf
 
 
 def _softplus(module: nn.Softplus) -> Constants:
@@ -142,9 +95,7 @@ MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
     nn.ReLU: _fixed(1.0),
     nn.ReLU6: _fixed(1.0, most=6.0),
     nn.LeakyReLU: lambda m: (max(1.0, abs(m.negative_slope)), 0.0, math.inf),
-    nn.RReLU: lambda m: (max(1.0, abs(m.lower), abs(m.upper)), 0.0, math.inf),
     nn.ELU: lambda m: (max(1.0, abs(m.alpha)), 0.0, math.inf),
-    nn.CELU: _celu,
     nn.SELU: _fixed(_SELU),
     nn.GELU: lambda m: (_GELU_TANH if m.approximate == "tanh" else _GELU, 0.0, math.inf),
     nn.SiLU: _fixed(_SILU),
@@ -157,9 +108,6 @@ MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
     nn.LogSigmoid: _fixed(1.0, at_zero=math.log(2)),
     nn.Softplus: _softplus,
     nn.Softsign: _fixed(1.0, most=1.0),
-    nn.Tanhshrink: _fixed(1.0),
-    nn.Softshrink: _fixed(1.0),
-    nn.Hardshrink: _fixed(1.0),
     nn.Identity: _fixed(1.0),
 }
 
@@ -180,10 +128,39 @@ FUNCTIONS: dict[object, tuple[type[nn.Module], tuple[str, ...]]] = {
         (nn.Identity, (torch.abs, "abs"), ()),  # |x| has the slope of x
         (nn.LeakyReLU, (F.leaky_relu,), ("negative_slope", "inplace")),
         (nn.ELU, (F.elu,), ("alpha", "inplace")),
-        (nn.CELU, (F.celu,), ("alpha", "inplace")),
         (nn.GELU, (F.gelu,), ("approximate",)),
         (nn.Softplus, (F.softplus,), ("beta", "threshold")),
         (nn.Hardtanh, (F.hardtanh,), ("min_val", "max_val", "inplace")),
     )
     for function in functions
 }
+
+
+def clip_input_rule(call: Call) -> Rule:
+    """|y| <= C for any input; a projection onto a ball has slope at most 1."""
+    reach = Reach.of(call.out, norm=call.target.max_norm * (1 + call.rounding.of_elements))
+    return PlainRule(lambda x: reach, 1 + call.rounding.of_sum(math.prod(call.out)))
+
+
+def bounded_norm_rule(call: Call) -> Rule:
+    """(x - mu) / max(alpha, sigma) over groups of m entries.
+
+    The Jacobian is a projection over max(alpha, sigma): |J| <= 1 / alpha. |y| <= min(sqrt(n), |x| / alpha). An entry is
+    at most sqrt(m - 1), if it alone differs from the others.
+    """
+    module, alpha = call.target, float(call.target.alpha)
+    if not (math.isfinite(alpha) and alpha > 0):  # the attribute may have been set
+        raise call.refusal(f"alpha={module.alpha} gives no bound: set a positive, finite number")
+    is_grouped = isinstance(module, BoundedGroupNorm)
+    group = math.prod(call.out) // module.num_groups if is_grouped else math.prod(module.normalized_shape)
+    error = call.rounding.of_sum(4 * group)
+    slack, lost = 1 + error, error / alpha  # the rounding error of x - mu is relative to x
+
+    def bound(x: Reach) -> Reach:
+        return Reach.of(
+            call.out,
+            norm=min(slack * math.sqrt(x.size) + lost * x.norm, slack * x.norm / alpha),
+            entry=min(slack * math.sqrt(group) + lost * x.norm, slack * 2 * x.entry / alpha),
+        )
+
+    return PlainRule(bound, slack / alpha)

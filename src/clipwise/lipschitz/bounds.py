@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.lipschitz.batched_norms import measured_together
+from clipwise.lipschitz.matrix_norms import measured_together
 from clipwise.lipschitz.rule import EFFORTS, Effort, Reach
 from clipwise.lipschitz.trace import Network, Operation
 from clipwise.validation.arguments import number, one_of

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import number, one_of
-
-KINDS = ("all-pairs", "largest", "one-against-all")
+from clipwise.validation.arguments import number
 
 
 class BoundedLoss(ABC):
@@ -68,29 +66,17 @@ class CosineSimilarity(BoundedLoss):
 
 @dataclass(frozen=True)
 class MulticlassHinge(BoundedLoss):
-    """The hinge loss over c classes, in one of three forms.
+    """max_{j != y} max(0, m - z_y + z_j) for the margin m and the class y, with slope sqrt(2)."""
 
-    Args:
-        kind: "all-pairs": sum_{j != y} max(0, m - z_y + z_j), with slope sqrt(c (c - 1)). "largest": only the largest
-            of these terms, with slope sqrt(2). "one-against-all": sum_j max(0, m - t_j z_j) with t_j = 1 for the class
-            and -1 for the others, with slope sqrt(c).
-        margin: m.
-    """
-
-    kind: str = "largest"
     margin: float = 1.0
 
     def __post_init__(self) -> None:
-        one_of("kind", self.kind, KINDS)
         number("margin", self.margin)
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         is_class = F.one_hot(targets, outputs.shape[1]).bool()
-        if self.kind == "one-against-all":
-            return (self.margin - torch.where(is_class, outputs, -outputs)).relu().sum(1)
         own = outputs.gather(1, targets.unsqueeze(1))
-        others = torch.where(is_class, 0, (self.margin - own + outputs).relu())
-        return others.sum(1) if self.kind == "all-pairs" else others.amax(1)
+        return torch.where(is_class, 0, (self.margin - own + outputs).relu()).amax(1)
 
     def constant(self, shape: Sequence[int]) -> float:
         if len(shape) != 1:
@@ -98,10 +84,7 @@ class MulticlassHinge(BoundedLoss):
                 f"MulticlassHinge takes outputs of shape (examples, classes), and the outputs of one example have "
                 f"shape {tuple(shape)}: flatten them, or use SoftmaxCrossEntropy, which supports positions."
             )
-        (classes,) = shape
-        if self.kind == "all-pairs":
-            return math.sqrt(classes * (classes - 1))
-        return math.sqrt(2) if self.kind == "largest" else math.sqrt(classes)
+        return math.sqrt(2)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.lipschitz.batched_norms import Wanted
+from clipwise.lipschitz.matrix_norms import Wanted
 
 # How the norms of the weights are computed, from fastest to tightest.
 Effort = Literal["spectral", "tight"]
@@ -161,7 +161,7 @@ def move_rule(out: Sequence[int]) -> Rule:
     return fixed_gain_rule(out, 1.0, is_view=True)
 
 
-DOT_PRODUCTS = "dot-product attention has no bounded slope: use clipwise.layers.L2Attention"
+DOT_PRODUCTS = "dot-product attention has no bounded slope: use another strategy"
 UNKNOWN = "no bound is known for it: use an operation that has one, or another strategy"
 
 

@@ -17,17 +17,13 @@ from torch.nn.modules import module as torch_modules
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput, L2Mixture
+from clipwise.layers.bounded import BoundedGroupNorm, BoundedLayerNorm, ClipInput
 from clipwise.layers.clipped.layer import HOOKS, has_code_of_its_own
 from clipwise.layers.public_batchnorm import PublicBatchNorm
-from clipwise.lipschitz import activations, pooling
-from clipwise.lipschitz.activations import affine_rule
-from clipwise.lipschitz.bounded_layers import MixtureRule, bounded_norm_rule, clip_input_rule
-from clipwise.lipschitz.convolution import ConvolutionRule
-from clipwise.lipschitz.linear import EmbeddingRule, LinearRule
-from clipwise.lipschitz.recurrent import RECURRENT, RecurrentRule
+from clipwise.lipschitz import activations, convolution
+from clipwise.lipschitz.activations import affine_rule, bounded_norm_rule, clip_input_rule
+from clipwise.lipschitz.linear import EmbeddingRule, JoinRule, LinearRule, ProductRule, SumRule
 from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, move_rule, refusal
-from clipwise.lipschitz.tensor_operations import JoinRule, ProductRule, SumRule
 
 _GROW = "its slope grows as the deviation shrinks: use clipwise.layers."
 # Common operations without a bound, and their alternatives.
@@ -40,6 +36,7 @@ _REFUSED: dict[type[nn.Module], str] = {
     nn.RMSNorm: "its slope grows as the input shrinks: use clipwise.layers.BoundedLayerNorm",
     PublicBatchNorm: "its slope grows as the deviation of the public rows shrinks: use "
     "clipwise.layers.BoundedGroupNorm",
+    nn.RNNBase: "its slope grows with every position: use another strategy",
     nn.LogSoftmax: "give the logits to the loss",
     ReleasedStatisticsNorm: "its slope grows as the released deviation shrinks: use clipwise.layers.BoundedGroupNorm",
     nn.modules.batchnorm._BatchNorm: "it mixes examples: use clipwise.layers.BoundedGroupNorm",
@@ -49,7 +46,7 @@ _REFUSED: dict[type[nn.Module], str] = {
 
 def is_known(module: nn.Module) -> bool:
     """Whether a module is traced as a whole although it has a Python `forward`."""
-    ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, L2Mixture, PublicBatchNorm, BatchStatisticsNorm)
+    ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, PublicBatchNorm, BatchStatisticsNorm)
     return isinstance(module, ours)
 
 
@@ -93,21 +90,17 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
     kind: build
     for kinds, build in (
         (tuple(activations.MODULES), activations.activation_rule),
-        ((nn.PReLU,), activations.LearnedSlopeRule),
-        ((nn.Softmax,), activations.softmax_rule),
         ((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), activations.dropout_rule),
         ((nn.Linear,), LinearRule),
-        ((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvolutionRule),
+        ((nn.Conv1d, nn.Conv2d, nn.Conv3d), convolution.ConvolutionRule),
         ((nn.Embedding,), EmbeddingRule),
-        (RECURRENT, RecurrentRule),
-        (pooling.MAX, pooling.maximum_rule),
-        (pooling.AVERAGE, pooling.average_rule),
-        (pooling.ADAPTIVE_MAX, pooling.adaptive_maximum_rule),
-        (pooling.ADAPTIVE_AVERAGE, pooling.adaptive_average_rule),
+        (convolution.MAX, convolution.maximum_rule),
+        (convolution.AVERAGE, convolution.average_rule),
+        (convolution.ADAPTIVE_MAX, convolution.adaptive_maximum_rule),
+        (convolution.ADAPTIVE_AVERAGE, convolution.adaptive_average_rule),
         ((nn.Flatten, nn.Unflatten), lambda call: move_rule(call.out)),
         ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _zero_padding),
         ((ClipInput,), clip_input_rule),
-        ((L2Mixture,), MixtureRule),
         ((BoundedGroupNorm, BoundedLayerNorm), bounded_norm_rule),
     )
     for kind in kinds
@@ -230,7 +223,7 @@ def _reduce(total: bool) -> Build:
         owned = [call.own_dimension(d, shape) for d in ([dims] if isinstance(dims, int) else dims)]
         n = math.prod(shape[d] for d in owned)
         norm, most = (math.sqrt(n), float(n)) if total else (1 / math.sqrt(n), 1.0)
-        return pooling.averaging_rule(call, norm, most)
+        return convolution.averaging_rule(call, norm, most)
 
     return build
 
@@ -275,11 +268,10 @@ _AS_MODULES: dict[Any, tuple[type[nn.Module], tuple[str, ...]]] = activations.FU
     function: (kind, settings)
     for functions, kinds, settings in (
         ((F.dropout,), (nn.Dropout,), ("p", "training", "inplace")),
-        ((torch.softmax, F.softmax, "softmax"), (nn.Softmax,) * 3, ("dim", "_stacklevel", "dtype")),
-        ((F.max_pool1d, F.max_pool2d, F.max_pool3d), pooling.MAX, _WINDOWS),
-        ((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), pooling.AVERAGE, _AVERAGES),
-        ((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), pooling.ADAPTIVE_MAX, _SIZES),
-        ((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), pooling.ADAPTIVE_AVERAGE, _SIZES),
+        ((F.max_pool1d, F.max_pool2d, F.max_pool3d), convolution.MAX, _WINDOWS),
+        ((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), convolution.AVERAGE, _AVERAGES),
+        ((F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d), convolution.ADAPTIVE_MAX, _SIZES),
+        ((F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d), convolution.ADAPTIVE_AVERAGE, _SIZES),
     )
     for function, kind in zip(functions, kinds, strict=True)
 }

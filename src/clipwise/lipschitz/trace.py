@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +16,9 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
-from clipwise.lipschitz.recurrent import RECURRENT
-from clipwise.lipschitz.rule import UNKNOWN, Call, PlainRule, Rounding, Rule, refusal
+from clipwise.lipschitz.linear import ParameterRule
+from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
-from clipwise.lipschitz.tensor_operations import ParameterRule
 from clipwise.validation.arguments import plain, require_module
 
 # The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.
@@ -197,17 +195,11 @@ class _Walk:
         if node.op == "call_module":
             module = self._hollow.get_submodule(str(node.target))
             require_rule(_where(node), module)
-            if isinstance(module, RECURRENT) and arguments[0].ndim != 3:
-                reason = "an example must have the shape (length, width)"
-                raise refusal(_where(node), module, reason)
-            found = module(*arguments, **options)
-            return _States(found[0]) if isinstance(module, RECURRENT) else found
+            return module(*arguments, **options)
         if node.op == "call_method":
             if str(node.target).startswith("register_"):
                 raise refusal(node.name, node.target, "a hook has no bound: leave it out")
             return getattr(arguments[0], str(node.target))(*arguments[1:], **options)
-        if node.target is operator.getitem and isinstance(arguments[0], _States):
-            return arguments[0].output
         assert callable(node.target)
         return node.target(*arguments, **options)
 
@@ -215,15 +207,6 @@ class _Walk:
         """Add the operation of a node that returns a value of the network."""
         value, where, target = self._values[node], _where(node), node.target
         arguments, options = _given(node, self._values)
-        if target is operator.getitem and isinstance(arguments[0], _States):
-            # The first result of a recurrent module is its output at every position.
-            if arguments[1] != 0:
-                raise refusal(where, "the last state", "use output[:, -1], the last position, instead")
-            rule: Rule = PlainRule(lambda x: x, 1.0, is_view=True)
-            (source,) = node.all_input_nodes
-            self._operations.append(Operation(node.name, where, rule, (source.name,), {}))
-            return
-        value = value.output if isinstance(value, _States) else value
         if not isinstance(value, Tensor):
             if tensors and not _is_public(value):
                 instead = instead_of(target)
@@ -282,16 +265,8 @@ class _Walk:
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         """The shape of one example's value; parameters have no batch dimension."""
-        value = self._values[node]
-        shape = tuple((value.output if isinstance(value, _States) else value).shape)
+        shape = tuple(self._values[node].shape)
         return shape if node.op == "get_attr" and shape[:1] != (1,) else shape[1:]
-
-
-@dataclass(frozen=True)
-class _States:
-    """The result of a recurrent module; only its first output has bounds."""
-
-    output: Tensor
 
 
 def _where(node: fx.Node) -> str:

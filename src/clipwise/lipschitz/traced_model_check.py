@@ -1,4 +1,4 @@
-"""Checks that a model still computes what was traced.
+"""Checks that a model still computes what was traced, and that outputs were computed by the traced graph.
 
 The bounds depend on the constants, layers and tensors of the trace. The autograd graph does not show all of them, for
 example the 3 of x + 3, or a replaced frozen tensor. So everything that a forward pass may read from the modules is
@@ -7,6 +7,11 @@ layers and tensors are the same, and otherwise the model is refused.
 
 A constant may also come from a global variable, a closure or a tensor in a list. So a model with constants that
 autograd does not show, or with unused layers that it could switch to, is traced in every step.
+
+A model may behave differently in training than when it was traced: a branch on a flag, a skipped layer, autocast, an
+input that bypasses the clip. The autograd graph of the outputs shows this. It is compared, node by node, with the graph
+that autograd records for the traced model on a few synthetic examples: operations and their settings, parameters,
+shapes, and that every input passed through `ClipInput` (or is ids).
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import operator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from clipwise.errors import StepError
+from clipwise.errors import StepError, UnsupportedModelError
+from clipwise.gradients.outline import ACCUMULATE
+from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
@@ -134,3 +142,187 @@ def _replaced(what: str) -> StepError:
         f"{what} was replaced after make_private, so the bounds no longer hold. Change tensors in place, "
         "under torch.no_grad() and before a batch is drawn, or make a new private run."
     )
+
+
+Node = torch.autograd.graph.Node
+Shapes = list[list[int]]
+
+_CLIPPED = "ClippedInputBackward"
+_EXAMPLES = (2, 3)  # two batch sizes show which sizes depend on the batch
+_SETTINGS = (bool, int, float, str)
+_FOLLOWS = ("_sym_", "_sizes", "_strides", "_options")  # saved shapes; shapes are compared separately
+
+
+class Spot(NamedTuple):
+    """The description of one graph node.
+
+    Args:
+        name: of its operation; "parameter" for a node that accumulates a parameter's gradient.
+        leads: for each gradient that it returns, the index of the receiving node and of that node's input.
+        shapes: of the gradients that it receives.
+        settings: saved attributes by name, except tensors; norm and shape of a clip; the name of a parameter.
+    """
+
+    name: str
+    leads: Sequence[tuple[int | None, int]]
+    shapes: Shapes
+    settings: tuple[tuple[str, Any], ...]
+
+    @property
+    def words(self) -> str:
+        """The operation as text, without output sizes, which depend on the batch size."""
+        extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in self.settings)
+        return f"{self.name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
+
+
+class Pattern:
+    """The spots of the traced graph, for any number of examples."""
+
+    def __init__(self, few: Sequence[Spot], more: Sequence[Spot]) -> None:
+        self._spots = few
+        # A pair (a, b) stands for the size a + b n for n examples.
+        self._sizes = [_growing(one.shapes, other.shapes) for one, other in zip(few, more, strict=True)]
+        self._last: tuple[int, list[Spot]] = (0, [])
+
+    def spots(self, examples: int) -> list[Spot]:
+        if self._last[0] != examples:
+            found = [
+                spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
+                for spot, sizes in zip(self._spots, self._sizes, strict=True)
+            ]
+            self._last = examples, found
+        return self._last[1]
+
+
+class GraphMatch:
+    """Compares the graph of outputs with that of a traced network.
+
+    The comparison uses the model's current mode (training or evaluation). It walks over the nodes of the graph, well
+    below a millisecond for small networks.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._modules = list(network.graph.modules())
+        self._expected: dict[tuple[Any, ...], Pattern] = {}
+        self._owners = {id(p): name for name, p in network.graph.named_parameters()}
+
+    def require(self, outputs: Tensor) -> None:
+        """Refuse outputs that were not computed by the traced operations."""
+        if outputs.grad_fn is None:
+            raise UnsupportedModelError(
+                "outputs: they have no autograd graph. Give what the model returned, with gradients enabled."
+            )
+        if tuple(outputs.shape[1:]) != self._network.output_shape:
+            raise UnsupportedModelError(
+                "outputs: the shape of an example differs from the traced one, which is "
+                f"{self._network.output_shape}. Give what the model returned."
+            )
+        if len(outputs) == 0:
+            return  # an empty batch has no gradients to bound
+        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1).spots(len(outputs))
+        try:
+            # Graphs of different sizes differ in a spot before one of them ends.
+            both = enumerate(zip(expected, self._spots(outputs.grad_fn), strict=True))
+            differing = next(((place, one, other) for place, (one, other) in both if one != other), None)
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                "outputs: their graph was used up, or weights were changed since the model ran: the bounds are for "
+                "the current weights. Run the model again."
+            ) from error
+        if differing is not None:
+            place, one, other = differing
+            same = ", with other shapes or inputs" if one.words == other.words else ""
+            raise UnsupportedModelError(
+                f"outputs: operation {place} from the end is {other.words}{same}, where the traced model has "
+                f"{one.words}. The bounds hold for the traced model only: give what that model returned, without "
+                "autocast, compilation or branches that differ between calls."
+            )
+
+    def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
+        # For a single example torch uses another layout of sequences, with other views.
+        key = (*[m.training for m in self._modules], device, is_single)
+        if key not in self._expected:
+            few, more = (1, 1) if is_single else _EXAMPLES
+            self._expected[key] = Pattern(self._recorded(device, few), self._recorded(device, more))
+        return self._expected[key]
+
+    def _recorded(self, device: torch.device, examples: int) -> list[Spot]:
+        takes_numbers = any(isinstance(m, ClipInput) for m in self._modules)
+        kind = next(self._network.graph.parameters()).dtype if takes_numbers else torch.long
+        inputs = torch.zeros((examples, *self._network.input_shape), dtype=kind, device=device)
+        # Bounds hold for the dtype of the weights; autocast would run other operations.
+        no_autocast = torch.autocast(device.type, enabled=False)
+        with torch.random.fork_rng(enabled=True), torch.enable_grad(), no_autocast:
+            outputs = self._network.graph(inputs)
+        return list(self._spots(outputs.grad_fn))
+
+    def _spots(self, root: Node) -> Iterator[Spot]:
+        """Every node once, in an order that depends on the graph alone."""
+        order: dict[Any, int] = {root: 0}
+        nodes: list[Any] = [root]
+        for node in nodes:  # the list grows during the loop
+            name = node.name()
+            if name == ACCUMULATE and isinstance(node.variable, nn.Parameter):
+                yield Spot("parameter", (), [], (("name", self._owners.get(id(node.variable), "unknown")),))
+                continue
+            following = node.next_functions
+            if name == _CLIPPED:
+                # Before a clip only paths to a parameter matter. The second input is the anchor.
+                following = following[:1] if _leads_to_parameter(following[0][0]) else ()
+            leads: list[tuple[int | None, int]] = []
+            for child, index in following:
+                if child is not None and child not in order:
+                    order[child] = len(nodes)
+                    nodes.append(child)
+                leads.append((order.get(child), index))
+            if name == _CLIPPED:
+                yield Spot(name, leads, [], (("max_norm", node.max_norm), ("shape", node.example_shape)))
+            else:
+                yield Spot(name, leads, [m.shape for m in node._input_metadata], _settings(node))
+
+
+def _growing(few: Shapes, more: Shapes) -> list[list[tuple[int, int]]]:
+    """Pairs (a, b) with size a + b n, from the sizes for two numbers of examples."""
+    n, step = _EXAMPLES[0], _EXAMPLES[1] - _EXAMPLES[0]
+    found = []
+    for one, other in zip(few, more, strict=True):
+        slopes = [(b - a) // step for a, b in zip(one, other, strict=True)]
+        found.append([(a - slope * n, slope) for a, slope in zip(one, slopes, strict=True)])
+    return found
+
+
+_SAVED: dict[type, tuple[str, ...]] = {}  # cached, because listing attributes is slow
+
+
+def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
+    """Saved numbers and strings of an operation, such as stride or slope, without sizes."""
+    kind = type(node)
+    if kind not in _SAVED:
+        names = (name for name in dir(node) if name.startswith("_saved_"))
+        _SAVED[kind] = tuple(name for name in names if not any(word in name for word in _FOLLOWS))
+    found: list[tuple[str, Any]] = []
+    for name in _SAVED[kind]:
+        value = getattr(node, name)
+        if isinstance(value, _SETTINGS):
+            found.append((name, value))
+        elif isinstance(value, Tensor):
+            # A tensor without dimensions may be a constant of the code, such as the 2 of `2 * x`.
+            is_number = value.ndim == 0 and value.device.type == "cpu" and not value.requires_grad
+            if is_number and not isinstance(value, nn.Parameter):
+                found.append((name, value.item()))
+        elif isinstance(value, (tuple, list)) and all(isinstance(v, (bool, int, float)) for v in value):
+            found.append((name, tuple(value)))
+    return tuple(found)
+
+
+def _leads_to_parameter(node: Node | None) -> bool:
+    entered, stack = {None, node}, [] if node is None else [node]
+    while stack:
+        here = stack.pop()
+        if isinstance(getattr(here, "variable", None), nn.Parameter):
+            return True
+        following = {f for f, _ in here.next_functions} - entered
+        entered |= following
+        stack += [f for f in following if f is not None]
+    return False

@@ -51,8 +51,8 @@ def released_labels(values: Sequence[str | None], counts: NoisedCounts | None, b
         found = list(counts.release({}, {"labels": list(values)}).strings["labels"])
     if len(found) < 2:
         raise ConfigurationError(
-            "The noised counts of the labels show fewer than two labels: there are too few records for this budget. "
-            "Declare the labels: --labels A,B,..."
+            "The noised counts show fewer than two labels: the records have a single one, or there are too few records "
+            "for this budget. If there are others, declare the labels: --labels A,B,..."
         )
     return tuple(found)
 

@@ -55,15 +55,19 @@ def estimate(plan: Plan) -> Estimate:
         ),
         *_privacy(plan, values),
     ]
-    encoder = _encoder(plan)
-    if encoder is None:
-        lines.append(("model", f"{settings.model}; its size follows from the noised counts"))
-    else:
-        model = encoder.model(settings.model).to(device_of(plan.choices))
-        values["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        lines.append(("model", f"{settings.model}, {values['parameters']} parameters"))
-        lines += _time_and_memory(plan, encoder, model, values)
+    with torch.random.fork_rng(devices=[]):
+        lines += _about_model(plan, values)
     return Estimate(tuple(lines), values)
+
+
+def _about_model(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
+    settings, encoder = plan.settings, _encoder(plan)
+    if encoder is None:
+        return [("model", f"{settings.model}; its size follows from the noised counts")]
+    model = encoder.model(settings.model).to(device_of(plan.choices))
+    values["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    about = ("model", f"{settings.model}, {values['parameters']} parameters")
+    return [about, *_time_and_memory(plan, encoder, model, values)]
 
 
 def _privacy(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:

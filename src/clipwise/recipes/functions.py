@@ -18,7 +18,7 @@ from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.sampling.augmentation import Views
-from clipwise.sampling.dataset_kind import length_of
+from clipwise.sampling.fetch import length_of
 
 
 class FunctionSource(Source):

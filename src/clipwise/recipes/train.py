@@ -91,7 +91,8 @@ def begin(plan: Plan, folder: RunFolder, command: str) -> Run:
     content = _config(plan, {"name": folder.path.name, "command": command, "created": created})
     folder.write_config(content)
     encoder = _prepared(plan, folder).for_model(plan.settings.model)
-    encoder.model(plan.settings.model)  # an unknown model is refused before the training
+    with torch.random.fork_rng(devices=[]):
+        encoder.model(plan.settings.model)  # an unknown model is refused before the training
     if plan.choices.groups is not None:
         encoder.groups(plan.source, plan.choices.groups, plan.training_rows[:0])
     content["encoding"] = {"kind": encoder.kind, **encoder.to_dict()}

@@ -13,8 +13,7 @@ from clipwise.engine.make_private import make_private
 from clipwise.recipes.demo import DELTA, one_thread
 from clipwise.recipes.digits import digits
 from clipwise.recipes.small_cnn import small_cnn
-from clipwise.tune.space import Choice, Range
-from clipwise.tune.subject import Recipe, Run, Settings
+from clipwise.tune.subject import Choice, Range, Recipe, Run, Settings
 
 _MOMENTUM = 0.9
 _VALIDATION_EVERY = 5

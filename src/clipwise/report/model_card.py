@@ -70,6 +70,8 @@ def _privacy(record: RunRecord) -> list[str]:
         words.detection(record),
         words.composition(record),
     ]
+    if (state := words.state(record)) is not None:
+        bullets.append(state)
     return [words.guarantee(record), "", *(f"- {line}" for line in bullets)]
 
 
@@ -106,6 +108,6 @@ def _training(record: RunRecord) -> list[str]:
     lines = [f"- Model: {plain_text(model_of(record))}"] if model_of(record) else []
     for name in ("optimizer", "epochs", "steps", "batch_size", "learning_rate", "max_norm", "noise_multiplier"):
         if name in settings:
-            lines.append(f"- {name.replace('_', ' ').capitalize()}: {plain_text(settings[name])}")
+            lines.append(f"- {name.replace('_', ' ').capitalize()}: {plain_text(words.setting(settings[name]))}")
     lines += [f"- Software: {', '.join(f'{name} {v}' for name, v in found.items())}" for found in software(record)]
     return [*lines, "- The full statement is in `statement.json`, and the report in `report.html`."]

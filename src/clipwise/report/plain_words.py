@@ -57,6 +57,18 @@ def small(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
+def setting(value: Any) -> str:
+    """A value of the configuration: numbers without superfluous digits, lists with commas."""
+    if isinstance(value, float):
+        return f"{value:,.6g}".replace("e-0", "e-") if abs(value) < 1e9 else f"{value:g}"
+    return ", ".join(map(setting, value)) if isinstance(value, list) else str(value)
+
+
+def releases(count: int) -> str:
+    """A number of releases."""
+    return f"{count:,} noised release{'s' * (count != 1)}"
+
+
 def unit_of(record: RunRecord) -> Unit:
     """The unit of privacy."""
     return record.ledgers[0].spent.unit if record.ledgers else Unit.RECORD
@@ -165,4 +177,4 @@ def result(record: RunRecord, line: Mapping[str, Any]) -> str:
 def _number(value: Any, line: Mapping[str, Any]) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return "not known"
-    return f"{100 * value:.1f}%" if is_share(line) else f"{value:.4g}"
+    return f"{100 * value:.1f}%" if is_share(line) else setting(float(f"{value:.4g}"))

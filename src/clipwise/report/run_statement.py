@@ -14,7 +14,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.ledger.run_description import plain, versions
 from clipwise.report import plain_words as words
 from clipwise.report.record import RunRecord
-from clipwise.report.statement import labelled
+from clipwise.report.wording import labelled
 
 FORMAT = 2
 FILE = "statement.json"
@@ -88,11 +88,16 @@ def describe(record: RunRecord) -> str:
     lines += _about_data(record)
     if record.training is not None:
         s = record.training.spent
-        lines.append(("training", f"{s.steps} noised releases; epsilon {words.figure(s.epsilon)} at delta {s.delta:g}"))
+        lines.append(
+            (
+                "training",
+                f"{words.releases(s.steps)}; epsilon {words.figure(s.epsilon)} at delta {words.small(s.delta)}",
+            )
+        )
     if record.evaluation is not None:
         s = record.evaluation.spent
         lines.append(
-            ("evaluation", f"{s.steps} noised releases on the held-out rows; epsilon {words.figure(s.epsilon)}")
+            ("evaluation", f"{words.releases(s.steps)} on the held-out rows; epsilon {words.figure(s.epsilon)}")
         )
     if record.ledgers:
         lines.append(("composition", words.composition(record)))

@@ -92,8 +92,8 @@ class Statement:
     @property
     def probed(self) -> bool | None:
         """Whether every process was probed for coupled losses; None if not recorded."""
-        values = [process.probed for process in self._trained]
-        return False if False in values else None if None in values or not values else True
+        values = [process.probed for process in self._trained] or [None]
+        return False if False in values else None if None in values else True
 
     @property
     def planned_tests(self) -> tuple[str, ...] | None:
@@ -127,26 +127,16 @@ class Statement:
 
     def assumptions(self) -> tuple[str, ...]:
         """The assumptions of the guarantee."""
-        probed = {
-            True: "probed on the first batches, not proven",
-            False: "not probed, not proven",
-            None: "not recorded whether this was probed",
-        }[self.probed]
-        several = "; a person with several records has weaker protection"
-        owned = f"one item of the data set is one {self.spent.unit}{several if self.spent.unit is Unit.RECORD else ''}"
+        several = "; a person with several records has weaker protection" if self.spent.unit is Unit.RECORD else ""
+        owned = f"one item of the data set is one {self.spent.unit}{several}"
         text = self._text()
-        found = (
-            []
-            if not self._is_training
-            else [
-                text.separate or f"{wording.INDEPENDENT}: {probed}; {wording.planned(self.planned_tests)}",
-                wording.RANDOM_LAYERS[self.draws],
-            ]
-        )
-        found += [
+        found = [
             wording.OWNED if self.spent.unit is Unit.USER else owned,
             wording.KEY_IS_GIVEN if self.seeded else wording.KEY_IS_SECRET,
         ]
+        if self._is_training:
+            independent = f"{wording.INDEPENDENT}: {wording.PROBED[self.probed]}; {wording.planned(self.planned_tests)}"
+            found = [text.separate or independent, *found, wording.RANDOM_LAYERS[self.draws]]
         found += text.assumptions
         if (kind := self.noise) is not None:
             found.append(wording.PSEUDO_RANDOM.get(kind, kind))
@@ -206,7 +196,7 @@ class Statement:
         return result
 
     def __str__(self) -> str:
-        return "\n".join(["Privacy statement", *labelled(self.lines())])
+        return "\n".join(["Privacy statement", *wording.labelled(self.lines())])
 
     def lines(self) -> list[tuple[str, str]]:
         """The statement in words: pairs (label, text)."""
@@ -234,8 +224,8 @@ class Statement:
             ("public data", wording.public_data(self._text().public_data, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
-            *(("software", _listed(found)) for found in self._software()),
-            ("read with", _listed(versions())),
+            *(("software", wording.listed(found)) for found in self._software()),
+            ("read with", wording.listed(versions())),
         ]
         if not self._is_training:
             lines = [line for line in lines if line[0] not in ("weights", "sensitivity", "divisor", "public data")]
@@ -322,11 +312,11 @@ class Statement:
         return []
 
     def _attacker(self) -> str:
-        found = ", ".join(f"{percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
+        found = ", ".join(f"{wording.percent(power)} at {100 * rate:g}%" for rate, power in self.risk.power)
         claim = f"{wording.WITH_A_FRESH_KEY} this bound: " if self.seeded else ""
         return (
             f"{claim}an attacker that knows all other {self.spent.unit}s has a true-positive rate of at most {found} "
-            f"false-positive rate; membership advantage at most {percent(self.risk.advantage)}"
+            f"false-positive rate; membership advantage at most {wording.percent(self.risk.advantage)}"
         )
 
     def _software(self) -> list[dict[str, str]]:
@@ -404,20 +394,3 @@ def of_ledger(path: str | os.PathLike[str], delta: float | None = None) -> State
         declared=found.declared,
         weights={True: wording.CLOSED, False: wording.NOT_VERIFIED, None: wording.NOT_CLOSED}[found.verified],
     )
-
-
-def percent(share: float) -> str:
-    """Round up to four significant digits, in percent."""
-    return f"{rounded_up(100 * share)}%"
-
-
-def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines with labels; consecutive equal labels are shown once."""
-    labels = ["", *(name for name, _ in lines)]
-    return [
-        f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
-    ]
-
-
-def _listed(found: dict[str, str]) -> str:
-    return ", ".join(f"{name} {v}" for name, v in found.items())

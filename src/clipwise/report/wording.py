@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clipwise.clipping.noised_statistics import STATISTICS_OF
-from clipwise.privacy import Adjacency, Event, Part, Sampling, Unit
+from clipwise.privacy import Adjacency, Event, Part, Sampling, Unit, rounded_up
 
 DEFINITION = "(epsilon, delta)-differential privacy"
 
@@ -67,6 +67,11 @@ PSEUDO_RANDOM: Mapping[str, str] = {
 }
 
 INDEPENDENT = "each loss depends on its own example only"
+PROBED: Mapping[bool | None, str] = {
+    True: "probed on the first batches, not proven",
+    False: "not probed, not proven",
+    None: "not recorded whether this was probed",
+}
 
 NO_GUARANTEE = "none is claimed: noise and sampling come from a given seed and are reproducible"
 WITH_A_FRESH_KEY = "with a key from the operating system the same run would have"
@@ -213,3 +218,21 @@ def what_moves(parts: Sequence[Part], unit: Unit) -> str:
             "after the noise is added"
         )
     return found
+
+
+def percent(share: float) -> str:
+    """Round up to four significant digits, in percent."""
+    return f"{rounded_up(100 * share)}%"
+
+
+def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines with labels; consecutive equal labels are shown once."""
+    labels = ["", *(name for name, _ in lines)]
+    return [
+        f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
+    ]
+
+
+def listed(found: Mapping[str, str]) -> str:
+    """Names with their versions."""
+    return ", ".join(f"{name} {v}" for name, v in found.items())

@@ -7,6 +7,7 @@ secret as the key. CUDA's generator (Philox) uses all of its 64-bit seed.
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,13 @@ def generator_from(key: bytes) -> torch.Generator:
 def private_generator() -> torch.Generator:
     """A generator from the operating system's randomness. The global random state does not change."""
     return generator_from(secrets.token_bytes(32))
+
+
+def seed_global_generators(key: bytes) -> None:
+    """Let the global generators of torch (on the CPU), numpy and Python draw from `key`, 32 secret bytes."""
+    torch.set_rng_state(generator_from(key).get_state())
+    np.random.seed(np.frombuffer(key, dtype=np.uint32))
+    random.seed(key)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -10,14 +9,12 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
-from clipwise.sampling.generators import generator_from
+from clipwise.sampling.generators import generator_from, seed_global_generators
 from clipwise.sampling.microbatches import BySize, Cut
 from clipwise.validation.arguments import whole
 
@@ -234,7 +231,7 @@ class PrivateLoader:
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
             parts = cut.of_rank(indices, self._rank, self._ranks)
-            check = _digest(indices) if self._ranks > 1 else 0
+            check = _digest(indices)
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
@@ -287,10 +284,7 @@ def _digest(drawn: Indices) -> int:
 
 def _seed_worker(secret: bytes, number: int) -> None:
     """Seed the random draws of a data set in this worker, such as augmentations, from the run's key."""
-    own = blake2b(number.to_bytes(8, "little"), digest_size=32, key=secret).digest()
-    torch.set_rng_state(generator_from(own).get_state())
-    np.random.seed(np.frombuffer(own, dtype=np.uint32))
-    random.seed(own)
+    seed_global_generators(blake2b(number.to_bytes(8, "little"), digest_size=32, key=secret).digest())
 
 
 class Pieces:

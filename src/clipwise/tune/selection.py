@@ -28,8 +28,7 @@ from clipwise.errors import ConfigurationError
 from clipwise.noise.gaussian import gaussian
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Adjacency, Entry, Sampling, rounded_up
-from clipwise.tune.space import Space, point
-from clipwise.tune.subject import Recipe, Score, Settings
+from clipwise.tune.subject import Recipe, Score, Settings, Space, point
 from clipwise.validation.arguments import number
 
 _DIGITS = 4

@@ -3,12 +3,16 @@
 It runs the replacement test (validation/replacement.py). The test also finds coupling that no gradient shows, such as
 a loss divided by the number of examples or valid tokens of the batch. The report depends on the rows: use synthetic
 or public ones.
+
+The first layer that mixes examples is found from two passes, before and after one example is replaced, which are
+compared call by call: the other examples' inputs are unchanged there and their outputs change.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.clipping import Strategy, default_for
-from clipwise.clipping.local_update import copied
+from clipwise.clipping.batch import copied
 from clipwise.errors import ClipwiseError, ConfigurationError, CoupledExamplesError
 from clipwise.gradients import FallbackWarning
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
-from clipwise.validation.forward_changes import BufferGuard
-from clipwise.validation.mixing_layer import first_mixing, first_random
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
 from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
@@ -79,7 +82,6 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
         _structure(subject, strategy, report)
         if not strategy.is_coupled:
             _coupling(subject, report)
-            _random_numbers(subject, report)
     except CoupledExamplesError as refusal:
         report.problems.append(f"{refusal}{_where(subject)}")
     except ClipwiseError as refusal:
@@ -148,21 +150,6 @@ def _coupling(subject: _Subject, report: Report) -> None:
 
 
 @torch.no_grad()
-def _random_numbers(subject: _Subject, report: Report) -> None:
-    """Add a note if all examples share their random numbers: copies of one example then have equal losses."""
-    alike = subject.rows([0] * subject.size)
-    one, other = subject.run(alike), subject.run(alike, seed=1)
-    if not _moved(one, other) or _moved(one, one[:1].expand_as(one)):
-        return
-    where = first_random(subject.model, partial(subject.run, alike), partial(subject.run, alike, seed=1))
-    report.notes.append(
-        f"All examples of a batch share their random numbers, first in {where or 'the loss function'}, for instance "
-        "one dropout mask for the whole batch. These numbers depend on no example, so the guarantee holds. One mask "
-        "per example trains better."
-    )
-
-
-@torch.no_grad()
 def _where(subject: _Subject) -> str:
     """Return a sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
     batch, size = subject.batch, subject.size
@@ -193,3 +180,87 @@ def _size(batch: object) -> int:
     if not tensors or len(tensors[0]) < 2:
         raise ConfigurationError("batch must hold tensors with at least two examples along their first axis.")
     return len(tensors[0])
+
+
+Pass = Callable[[], object]  # runs model and loss on a batch
+
+
+@dataclass(frozen=True)
+class Call:
+    """Inputs and outputs of one layer call."""
+
+    name: str
+    kind: str
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    @property
+    def label(self) -> str:
+        """The layer's name in messages."""
+        return f"layer {self.name!r} ({self.kind})" if self.name else f"the model's own forward ({self.kind})"
+
+
+def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: int) -> str | None:
+    """Return the first layer that mixes examples, or None if they are mixed outside of all layers.
+
+    `after` is the pass `before` with the example at index `place`, of `size` examples, replaced.
+    """
+
+    def are_mixed(one: list[Tensor], other: list[Tensor]) -> bool:
+        return any(_is_mixed(a, b, place, size) for a, b in zip(one, other, strict=False))
+
+    with recorded(model) as calls:
+        before()
+    with recorded(model) as again:
+        after()
+    for one, other in zip(calls, again, strict=False):
+        if one.name != other.name:
+            return None  # the layers that run depend on the batch: nothing can be compared
+        if not are_mixed(one.inputs, other.inputs) and are_mixed(one.outputs, other.outputs):
+            return one.label
+    return None
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[list[Call]]:
+    """Record every layer call in this block, in the order in which calls end."""
+    calls: list[Call] = []
+
+    def ended(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            copies = [[t.detach().clone() for t in tensors_in(x)] for x in ([*args, kwargs], output)]
+            calls.append(Call(name, type(module).__name__, *copies))
+
+        return hook
+
+    handles = [m.register_forward_hook(ended(name), with_kwargs=True) for name, m in model.named_modules()]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:
+    """Whether rows of other examples moved, in every layout of examples that the shape allows."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    moved = before != after
+    if before.is_floating_point():
+        tolerance = 1e-5 * float(before.nan_to_num().abs().max().clamp_min(1e-30)) if before.numel() else 0.0
+        moved = ~torch.isclose(before, after, rtol=0.0, atol=tolerance, equal_nan=True)
+    if not bool(moved.any()):
+        return False
+    others = torch.tensor([i for i in range(size) if i != place], device=moved.device)
+    return all(bool(view.index_select(axis, others).any()) for view, axis in _layouts(moved, size))
+
+
+def _layouts(t: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield every possible layout of the examples: along an axis, or folded into the first one."""
+    for axis in range(t.dim()):
+        if t.shape[axis] == size:
+            yield t, axis
+    if t.dim() and t.shape[0] > size and t.shape[0] % size == 0:
+        folded = t.shape[0] // size
+        yield t.reshape(size, folded, *t.shape[1:]), 0
+        yield t.reshape(folded, size, *t.shape[1:]), 1

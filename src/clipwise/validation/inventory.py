@@ -3,17 +3,27 @@
 A step needs lists of parameters, buffers and layers several times, and walking the modules takes longer than all checks
 together. They are rebuilt only if something was added, removed or replaced. Changes show in torch's version counters,
 and in checksums for writes that torch does not count.
+
+`BufferGuard` detects forward passes that store data in buffers, parameters or attributes of modules. A running mean in
+a buffer, a NumPy array or a list would be published with the model without noise. The model is compared at the draw of
+a batch and at the step on its losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from clipwise.errors import UnsupportedModelError
+from clipwise.sampling.batch_structure import tensors_in
 
 _VALUES = methodcaller("values")
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -168,3 +178,145 @@ class Changes:
 
     def _places_now(self) -> list[int]:
         return [t.data_ptr() for t in self._tensors]
+
+
+_TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
+_PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
+_BUILT_IN = frozenset(vars(nn.Module()))  # attributes of every module
+_DEEPEST = 4
+_MOST = 10_000  # entries of one container
+_MOST_OF_ARRAY = 1_000_000
+_IGNORED = (str, bytes, bool, type(None), nn.Module, nn.Parameter)
+_CHANGED = (
+    "was set or changed between the draw of a batch and private.step, for instance by a forward pass that stores "
+    "statistics. It would be published with the model without any noise. Set it before the first batch, from public "
+    "data. Update parameters before the next batch is drawn. Return from forward what the loss needs."
+)
+_FIRST_PASS = (
+    "(If only the first forward pass sets it, run the model on synthetic rows before make_private. A count of forward "
+    "passes is allowed if it advances by the same number each time.)"
+)
+
+Snapshot = dict[str, tuple[object, object]]  # by name: the value if it is an int, and comparable contents
+
+
+class BufferGuard:
+    """Compares parameters, buffers and attributes at the draw of a batch and at the step on its losses."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inventory = Inventory(model)
+        self._versions: dict[str, tuple[object, ...]] = {}
+        self._held: list[Tensor] = []  # keeps their ids from being reused
+        self._tensors_left, self._plain_left = _TENSOR_BATCHES, _PLAIN_BATCHES
+        self._plain = PlainState()
+
+    def remember(self, batch: object = None) -> None:
+        """Record the state at the draw of a batch."""
+        self.inventory.up_to_date()
+        self._versions, self._held = self._now()
+        if self._plain_left:
+            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
+
+    def compare(self) -> None:
+        """Raise if the state changed since `remember`."""
+        self.inventory.up_to_date()
+        self.compare_listed()
+
+    def compare_listed(self) -> None:
+        """`compare` with an inventory that is up to date."""
+        now, held = self._now()
+        if now != self._versions:
+            for name, version in now.items():
+                if self._versions.get(name) != version:
+                    raise UnsupportedModelError(f"{name} {_CHANGED}")
+        if self._plain_left:
+            if (changed := self._plain.changed(self.inventory.modules)) is not None:
+                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
+            self._plain_left -= 1
+        if self._tensors_left:
+            self._tensors_left -= 1
+            now, held = self._now()  # without checksums after the last compared batch
+        self._versions, self._held = now, held
+
+    def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
+        listed = ((name, tensors[key]) for name, tensors, key in self.inventory.tensors)
+        found = [(name, t) for name, t in listed if t is not None]
+        versions: dict[str, tuple[object, ...]] = {name: (id(t), t._version) for name, t in found}
+        if self._tensors_left:
+            readable = {name: t for name, t in found if not is_lazy(t)}
+            for name, checksum in zip(readable, checksums(readable.values()).tolist(), strict=True):
+                versions[name] = (*versions[name], checksum)
+        return versions, [t for _, t in found]
+
+
+class PlainState:
+    """Compares numbers, NumPy arrays and containers in the attributes of modules.
+
+    An int may advance by the same amount in each forward pass, unless that is the number of examples: a count of calls
+    is public. Strings, flags and objects of other libraries are not compared. Objects of classes defined in the same
+    Python module are.
+    """
+
+    def __init__(self) -> None:
+        self._before: Snapshot = {}
+        self._advances: dict[str, int] = {}
+        self._sizes: set[int] = set()
+
+    def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
+        """Record the attributes at the draw of a batch. `sizes` are the lengths of its tensors."""
+        self._before, self._sizes = _snapshot(modules), sizes - {1}
+
+    def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+        """Return the name of an attribute that changed since `remember`, other than a count of calls."""
+        now = _snapshot(modules)
+        for name in sorted(now.keys() | self._before.keys()):
+            before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
+            if before[1] != after[1] and not self._is_count(name, before[0], after[0]):
+                return name
+        self._before = now
+        return None
+
+    def _is_count(self, name: str, before: object, after: object) -> bool:
+        if not isinstance(before, int) or not isinstance(after, int):
+            return False
+        advance = after - before
+        if advance in self._sizes and name not in self._advances:
+            return False
+        return self._advances.setdefault(name, advance) == advance
+
+
+def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
+    return {
+        f"{prefix}.{name}" if prefix else name: (
+            value if type(value) is int else None,
+            _held(value, type(module).__module__, 0),
+        )
+        for prefix, module in modules
+        for name, value in vars(module).items()
+        if name not in _BUILT_IN and not isinstance(value, (Tensor, *_IGNORED))
+    }
+
+
+def _held(value: Any, home: str, depth: int) -> object:
+    """Return the contents of a value in a comparable form; None if they are not compared."""
+    if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
+        return repr(value)  # NaN equals itself
+    if isinstance(value, np.ndarray):
+        entries = value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY]
+        return value.shape, repr(entries) if value.dtype == object else hash(entries.tobytes())
+    if isinstance(value, Tensor):
+        return id(value), value._version, value.shape
+    if depth == _DEEPEST:
+        return None
+    if isinstance(value, (str, bytes, bool)):
+        return value
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    elif isinstance(value, Set):
+        return len(value), frozenset(map(repr, list(value)[:_MOST]))
+    elif type(value).__module__ == home and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+        value = list(vars(value).items())
+    elif not isinstance(value, (list, tuple, deque)):
+        return None
+    members = list(value)
+    return len(members), tuple(_held(member, home, depth + 1) for member in members[:_MOST])

@@ -29,10 +29,11 @@ class ModelState:
 
     Args:
         model: the model.
-        stored: maps a parameter or buffer to the tensor that holds its values in this process, for a sharded model.
+        stored: maps a parameter or buffer to the tensor that holds its values in this process; None if that is the
+            parameter or buffer itself, as in a model that is not sharded.
     """
 
-    def __init__(self, model: nn.Module, stored: Callable[[Tensor], Tensor] = lambda t: t) -> None:
+    def __init__(self, model: nn.Module, stored: Callable[[Tensor], Tensor] | None = None) -> None:
         self._stored = stored
         self.is_updating = False  # whether a run steps the optimizer on a released gradient
         self._inventory = Inventory(model)
@@ -145,8 +146,9 @@ class ModelState:
         return dict(zip(self._views, torch.split(sample, lengths), strict=True))
 
     def _tensors_now(self) -> dict[str, Tensor]:
+        stored = self._stored
         return {
-            name: self._stored(t)
+            name: t if stored is None else stored(t)
             for name, module, tensors, key in self._inventory.up_to_date().state
             if (t := tensors[key]) is not None
             and not (isinstance(module, PublicBatchNorm) and tensors is module._buffers)

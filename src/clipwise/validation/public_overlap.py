@@ -6,15 +6,14 @@ the inputs. No record is loaded.
 
 from __future__ import annotations
 
-from collections import UserDict, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from operator import length_hint
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from clipwise.clipping import Strategy
 from clipwise.errors import ConfigurationError
@@ -30,7 +29,7 @@ def require_apart(dataset: Any, strategy: Strategy, statistics: AllPublicStatist
     used += [(f"PublicData({public.name})", public.data) for public in strategy.public_data()]
     private = _gathered(_sources(dataset)) if used else {}
     for name, data in used:
-        public = _gathered(_sources(data, in_batches=isinstance(data, (list, tuple))))
+        public = _gathered(_sources(data))
         if any(np.isin(public[space], private[space]).any() for space in public.keys() & private.keys()):
             raise ConfigurationError(
                 f"{name}: the data that is marked as public holds records of the private data set. Results "
@@ -46,71 +45,33 @@ def _gathered(sources: Iterator[_Source]) -> dict[Hashable, Indices]:
     return {space: np.concatenate(numbers) for space, numbers in by_space.items()}
 
 
-def _sources(data: Any, rows: Indices | None = None, in_batches: bool = False) -> Iterator[_Source]:
-    """Yield the origins of these records, by default of all; `in_batches` if a list holds batches."""
+def _sources(data: Any, rows: Indices | None = None) -> Iterator[_Source]:
+    """Yield the origins of these records, by default of all."""
     if rows is None:
         rows = np.arange(max(1, length_hint(data)))
     if isinstance(data, DataLoader):
-        yield from _sources(data.dataset, _sampled(data), in_batches=data.batch_sampler is None)
+        if isinstance(data.sampler, (SequentialSampler, RandomSampler)):  # others may leave records out
+            yield from _sources(data.dataset)
     elif isinstance(data, Subset):
-        yield from _sources(data.dataset, _numbers(data.indices, data.dataset)[rows], in_batches)
+        numbers = np.asarray(data.indices, dtype=np.int64)[rows]
+        yield from _sources(data.dataset, np.where(numbers < 0, numbers + length_hint(data.dataset), numbers))
     elif isinstance(data, ConcatDataset):
         for part, end in zip(data.datasets, data.cumulative_sizes, strict=True):
             begin = end - len(part)  # type: ignore[arg-type]
-            yield from _sources(part, rows[(rows >= begin) & (rows < end)] - begin, in_batches)
+            yield from _sources(part, rows[(rows >= begin) & (rows < end)] - begin)
     else:
         yield ("records of", id(data)), rows
         if isinstance(data, TensorDataset):  # inputs only: two data sets may share labels
             yield from _sources(data.tensors[0], rows)
-        elif isinstance(data, StackDataset):
-            columns = data.datasets
-            yield from _sources(next(iter(columns.values() if isinstance(columns, dict) else columns)), rows)
-        elif isinstance(data, (Tensor, np.ndarray)):
+        elif isinstance(data, Tensor):
             yield from _row_addresses(data, rows)
-        elif isinstance(data, (list, tuple)):
-            for record in (data[i] for i in rows.tolist() if i < len(data)):
-                inputs = _first_array(record)
-                if inputs is not None:
-                    inputs = inputs if in_batches else inputs[None]
-                    yield from _row_addresses(inputs, np.arange(len(inputs)))
 
 
-def _sampled(loader: DataLoader[Any]) -> Indices | None:
-    """Return the indices that a loader reads if its sampler has a list of them; None for all."""
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if isinstance(sampler, SubsetRandomSampler):
-        sampler = sampler.indices
-    is_list = isinstance(sampler, (list, tuple, range, Tensor, np.ndarray))
-    return _numbers(sampler, loader.dataset) if is_list else None
-
-
-def _numbers(indices: Any, data: Any) -> Indices:
+def _row_addresses(inputs: Tensor, rows: Indices) -> Iterator[_Source]:
+    """Yield the addresses of rows; nothing for tensors without memory, and for one expanded row."""
     try:
-        numbers = np.asarray(indices, dtype=np.int64)
-    except (TypeError, ValueError):  # keys of a mapping
-        return np.empty(0, dtype=np.int64)
-    return np.where(numbers < 0, numbers + length_hint(data), numbers)
-
-
-def _first_array(record: Any) -> Any:
-    """Return the first array of a record or a batch, by convention its inputs; None if there is no array."""
-    if isinstance(record, (dict, UserDict)):
-        record = tuple(record.values())
-    if isinstance(record, (list, tuple)):
-        return next((found for member in record[:4] if (found := _first_array(member)) is not None), None)
-    return record if isinstance(record, (Tensor, np.ndarray)) else None
-
-
-def _row_addresses(array: Tensor | np.ndarray[Any, Any], rows: Indices) -> Iterator[_Source]:
-    """Yield the addresses of rows; nothing for arrays without memory, and for one expanded row."""
-    if isinstance(array, np.ndarray):
-        device, address = torch.device("cpu"), array.__array_interface__["data"][0]
-        stride = array.strides[0] if array.ndim else 0
-    else:
-        try:
-            device, address = array.device, array.data_ptr()
-            stride = array.stride(0) * array.element_size() if array.dim() else 0
-        except RuntimeError:  # a sparse or nested tensor
-            return
-    if address and (stride or len(array) == 1):
-        yield device, address + stride * rows
+        address, stride = inputs.data_ptr(), inputs.stride(0) * inputs.element_size() if inputs.dim() else 0
+    except RuntimeError:  # a sparse or nested tensor
+        return
+    if address and (stride or len(inputs) == 1):
+        yield inputs.device, address + stride * rows

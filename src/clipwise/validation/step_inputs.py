@@ -11,7 +11,7 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
-from clipwise.validation.forward_changes import BufferGuard
+from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.marked import tracked
 from clipwise.validation.training_loop import ReleasedGradients
 

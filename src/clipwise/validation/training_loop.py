@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.errors import ConfigurationError, StepError, warn
+from clipwise.gradients.real_views import own_part
 from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class ReleasedGradients:
         return CLEARED if self.is_unused and not is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        return {name: _local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
+        return {name: g if type(g) is Tensor else own_part(g) for name, g in grads}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
@@ -150,15 +152,6 @@ class ReleasedGradients:
         is_multiple = (factor > 0) & ((factor * before - after).abs() <= near).all()
         is_clamped = ((before.clamp(-most, most) - after).abs() <= near).all()
         return bool(is_multiple | is_clamped)
-
-
-def _local(t: Tensor) -> Tensor:
-    """The part of a gradient in this process. Operations on a whole DTensor would wait for other processes."""
-    if not hasattr(t, "to_local"):
-        return t
-    with torch.no_grad():
-        local: Tensor = t.to_local()
-    return local
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from clipwise import PerExample
-from clipwise.clipping import noise_split
+from clipwise.clipping import base
 from clipwise.engine import make_private
 from tests.audit.bug import Bug, one_release, small
 
@@ -16,7 +16,7 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     def each_alone(sensitivities: Sequence[float], dimensions: Sequence[int], z: float, split: str) -> list[float]:
         return [z * s for s in sensitivities]
 
-    patch.setattr(noise_split, "split_noise", each_alone)
+    patch.setattr(base, "split_noise", each_alone)
     patch.setattr(make_private, "effective_multiplier", lambda parts: math.inf)
 
 

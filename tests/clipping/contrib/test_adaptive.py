@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from clipwise import PerExample
-from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.released import ReleasedNorms
-from clipwise.clipping.contrib.typical import floored, mean_norms
+from clipwise.clipping.contrib.policies import Adaptive
+from clipwise.clipping.contrib.typical import ReleasedNorms, floored, mean_norms
 from clipwise.clipping.public import PublicData
 from clipwise.errors import CheckpointError, ConfigurationError, PrivacyWarning
 from clipwise.privacy import Adjacency, effective_multiplier

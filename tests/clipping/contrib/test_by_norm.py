@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise import PerExample
-from clipwise.clipping.contrib.by_norm import ByNorm, best_cuts
+from clipwise.clipping.contrib.policies import ByNorm, best_cuts
 from clipwise.clipping.contrib.typical import mean_norms
 from clipwise.errors import ConfigurationError
 from tests.clipping.contrib.test_adaptive import LAYERS

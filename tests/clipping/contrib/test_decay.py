@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise import PerExample, Quantile
-from clipwise.clipping.contrib.adaptive import Adaptive
 from clipwise.clipping.contrib.decay import NormDecay
+from clipwise.clipping.contrib.policies import Adaptive
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import effective_multiplier
 from tests.clipping.contrib.test_adaptive import known

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from clipwise import PerExample
 from clipwise.clipping import noised_parts
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.multipliers import Multipliers, multipliers
-from clipwise.clipping.contrib.released import ReleasedNorms
-from clipwise.clipping.contrib.typical import mean_norms
+from clipwise.clipping.contrib.policies import Adaptive, Multipliers, multipliers
+from clipwise.clipping.contrib.typical import ReleasedNorms, mean_norms
 from clipwise.errors import ConfigurationError
 from tests.clipping.contrib.test_adaptive import LAYERS, known
 from tests.clipping.policies import public, rows, small_model

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from clipwise import PerExample
 from clipwise.clipping import noised_parts
-from clipwise.clipping.contrib.adaptive import Adaptive
-from clipwise.clipping.contrib.by_norm import ByNorm
-from clipwise.clipping.contrib.multipliers import Multipliers, multipliers
-from clipwise.clipping.contrib.released import Estimated, ReleasedNorms
-from clipwise.clipping.contrib.typical import Question
-from clipwise.clipping.grouping import Policy
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, multipliers
+from clipwise.clipping.contrib.typical import Estimated, Question, ReleasedNorms
+from clipwise.clipping.thresholds import Policy
 from clipwise.errors import CheckpointError, ConfigurationError, StepError
 from clipwise.privacy import Part, effective_multiplier
 from tests.clipping.contrib.test_adaptive import LAYERS

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise.clipping.contrib.typical import mean_norms
-from clipwise.clipping.grouping import group_parameters
 from clipwise.clipping.public import PublicData
+from clipwise.clipping.thresholds import group_parameters
 from clipwise.errors import ConfigurationError
 from clipwise.layers import without_running_statistics
 from tests.clipping.policies import loss, public, rows, small_model

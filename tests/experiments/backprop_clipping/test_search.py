@@ -2,7 +2,7 @@
 
 import pytest
 
-from clipwise.tune.space import Choice
+from clipwise.tune.subject import Choice
 from experiments.backprop_clipping.grid import EPSILONS, rows
 from experiments.backprop_clipping.search import SEARCH, Row, effort_of, space
 from experiments.backprop_clipping.trial import BACKPROP, DP_SGD, METHODS

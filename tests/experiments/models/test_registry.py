@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import clipwise
-from clipwise.clipping.grouping import group_parameters
+from clipwise.clipping.thresholds import group_parameters
 from experiments import models
 
 IMAGES = {"resnet18": (3, 32), "convnet": (3, 32), "bn_lenet5": (1, 32)}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clipwise.layers import clip_inputs
-from clipwise.layers.clipped.scales import AIM
+from clipwise.layers.clipped.layer import AIM
 
 STEPS, RATE = 120, 0.1
 C2 = 0.7

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from clipwise import Backprop
 from clipwise.errors import UnsupportedModelError
-from clipwise.layers import ClippedLayer, clip_inputs, norms_from_public
+from clipwise.layers import ClippedLayer, clip_inputs
 from tests.runs import CLASSES, FEATURES, HIDDEN, private_run, train
 
 
@@ -51,9 +50,6 @@ def test_code_that_would_not_be_called_is_refused_by_the_name_of_its_layer(what:
     with pytest.raises(UnsupportedModelError, match=message):
         clip_inputs(model, input_norm=1.0)
     assert type(model[0]) is nn.Linear and type(model[2]) is nn.Linear  # as it was
-    x, y = torch.randn(4, FEATURES), torch.zeros(4).long()
-    with pytest.raises(UnsupportedModelError, match=message):
-        norms_from_public(model, lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), (x, y))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -15,11 +15,11 @@ from torch.nn.modules.conv import _ConvNd
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClippedLayer, clip_inputs
-from clipwise.layers.clipped import linear_map, scales, unclipped
-from clipwise.layers.clipped.convolution import Convolution
-from clipwise.layers.clipped.embedding import lookup_norm
-from clipwise.layers.clipped.linear import Matrix
-from clipwise.layers.clipped.scales import lengths
+from clipwise.layers.clipped import layer as scales
+from clipwise.layers.clipped import linear_map, unclipped
+from clipwise.layers.clipped.layer import lengths
+from clipwise.layers.clipped.linear import Convolution, Matrix
+from clipwise.layers.clipped.normalization import lookup_norm
 from tests.layers.clipped.cases import CASES, EXAMPLES, bounds, clipped, inputs
 
 every_case = pytest.mark.parametrize("name", CASES)

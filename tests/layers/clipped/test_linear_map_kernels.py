@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clipwise import kernels
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.scales import fits
+from clipwise.layers.clipped.layer import fits
 from tests.kernels import conftest as _interpreter  # noqa: F401 (lets the interpreter count loops)
 from tests.layers.clipped.cases import CASES, Case, bounds, clipped, inputs
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from clipwise.noise.secure.exact import nearest_pair
+from clipwise.noise.secure.rounded import nearest_pair
 
 BITS = st.sampled_from([64, 128, 192])
 RATIO = st.floats(2.0**-3, 2.0**43)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipwise.noise import release
-from clipwise.noise.secure.grid import LARGEST, grid_step, noised_on_grid, on_grid
+from clipwise.noise.secure.rounded import LARGEST, grid_step, noised_on_grid, on_grid
 from clipwise.privacy import Part, effective_multiplier
 
 SIZES = st.integers(1, 10**9)

@@ -19,8 +19,7 @@ pytest.importorskip("cryptography")
 from clipwise.noise.key import NoiseKey
 from clipwise.noise.secure import rounded
 from clipwise.noise.secure.cipher import words
-from clipwise.noise.secure.exact import nearest_pair
-from clipwise.noise.secure.rounded import _CHUNK, _decide, _radii, rounded_gaussian
+from clipwise.noise.secure.rounded import _CHUNK, _decide, _radii, nearest_pair, rounded_gaussian
 from tests.noise.secure.test_exact import pair
 
 SECRET = bytes(range(1, 33))

@@ -31,6 +31,7 @@ def test_mixed_sizes_and_modes_become_squares_of_the_declared_size(tmp_path):
     images = FolderImages(tmp_path)
     for channels in (1, 3):
         x = images.pixels(np.arange(3), channels, 8)
+        assert x.shape == (3, channels, 8, 8) and x.min() >= 0 and x.max() <= 1
     assert torch.equal(images.pixels(np.array([1]), 1, 8), torch.ones(1, 1, 8, 8))  # 16 bits are scaled, not cut
 
 

@@ -61,6 +61,11 @@ def test_dates_text_ids_and_hidden_columns() -> None:
     assert kind == Hashed(256, tuple(sorted((bucket("red", 256), bucket("blue", 256)))))
     kind, remark = kind_of(noised([f"user{i}" for i in range(20_000)], 30.0), 30.0, FINE)
     assert isinstance(kind, (Hashed, Ignored))  # ids: a bucket is frequent only by chance
+    crowd = [f"user{i}" for i in range(200_000)]
+    kind, remark = kind_of(noised(crowd, 30.0), 30.0, FINE)
+    assert kind == Ignored() and "without frequent values" in remark
+    kind, _ = kind_of(noised([*crowd, *["guest"] * 5000], 30.0), 30.0, FINE)
+    assert kind == Hashed(256, (bucket("guest", 256),))
     hidden, remark = kind_of(noised(["1", "2"], 50.0), 50.0, FINE)
     assert isinstance(hidden, Mixed) and "noise hides" in remark
 

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from clipwise.recipes.texts.hashing import NORM, TOKENS, hashed, words
 
-TEXTS = ["A good film, a GOOD film.", "", "Ein schöner Film\n", "日本語のテキスト", "the and of", "\ud800 lone surrogate", "x " * 5000]
+TEXTS = [
+    "A good film, a GOOD film.",
+    "",
+    "Ein schöner Film\n",
+    "日本語のテキスト",
+    "the and of",
+    "\ud800 surrogate",
+    "x " * 500,
+]
 
 
 def test_words():
@@ -41,13 +46,10 @@ def test_no_texts():
     assert [part.shape for part in hashed([], 8)] == [(0, TOKENS), (0, TOKENS)]
 
 
-def test_hashes_are_the_same_in_other_processes_and_versions():
-    command = (
-        "from clipwise.recipes.texts.hashing import hashed; ids, weights = hashed(['good film'], 2**14);"
-        "print(ids[0, :3].tolist(), weights[0, :3].sign().tolist())"
-    )
-    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
-    assert found.strip() == "[6191, 795, 7563] [1.0, -1.0, -1.0]"
+def test_hashes_are_the_same_in_all_processes():
+    ids, weights = hashed(["good film"], 2**14)
+    assert ids[0, :3].tolist() == [6191, 795, 7563]  # found in another process
+    assert weights[0, :3].sign().tolist() == [1, -1, -1]
 
 
 def test_frequent_words_count_in_pairs_only():

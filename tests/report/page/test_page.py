@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clipwise import accounting
+from clipwise import FileLedger, accounting
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import rounded_up
 from clipwise.report import wording
@@ -18,7 +18,7 @@ from clipwise.report.page import write_comparison, write_page
 from clipwise.report.page.report import report
 from clipwise.report.record import RunRecord
 from clipwise.report.statement import of_ledger
-from tests.cli.calls import write_ledger
+from tests.cli.calls import EVENT, write_ledger
 from tests.report.page.pages import Page
 from tests.report.run_folders import run_folder, with_audit
 
@@ -112,6 +112,14 @@ def test_an_open_run_has_a_note(tmp_path: Path) -> None:
     write_ledger(tmp_path / "ledger", 9, close=False)
     page = Page(write_page(tmp_path).read_text())
     assert "All releases that may have happened are counted" in page.text
+
+
+def test_runs_that_share_a_ledger_have_a_note(tmp_path: Path) -> None:
+    for _ in range(2):
+        with FileLedger(tmp_path / "ledger", join=True) as ledger:
+            ledger.charge(EVENT)
+    page = Page(write_page(tmp_path).read_text())
+    assert "Several runs share the ledger: the bounds on attacks" in page.text and "renyi-filter" in page.text
 
 
 def test_the_report_of_a_ledger_alone(tmp_path: Path) -> None:

@@ -10,8 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from clipwise.clipping.base import Site, damaged
-from clipwise.clipping.grouping import Groups, Policy
-from clipwise.clipping.thresholds import Constants, NormRule, ScaledConstants, constants_for, require_max_norm
+from clipwise.clipping.thresholds import (
+    Constants,
+    Groups,
+    NormRule,
+    Policy,
+    ScaledConstants,
+    constants_for,
+    require_max_norm,
+)
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number, with_plain_numbers
 

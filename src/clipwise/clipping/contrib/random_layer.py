@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.grouping import Groups, Policy, described_groups, group_parameters
-from clipwise.clipping.thresholds import Constants
+from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.errors import StepError
 
 

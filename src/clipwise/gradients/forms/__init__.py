@@ -23,8 +23,7 @@ from clipwise.gradients.forms.base import (
     written_products,
 )
 from clipwise.gradients.forms.outer import Outer, gram_pays_on_cuda
-from clipwise.gradients.forms.rows import Rows
-from clipwise.gradients.forms.tied import Tied
+from clipwise.gradients.forms.rows import Rows, Tied
 from clipwise.gradients.forms.windows import Windows, windows_pay
 
 __all__ = [

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from clipwise import kernels
 from clipwise.gradients.blocks import Blocks
-from clipwise.gradients.precision import IEEE, Arithmetic, ieee_arithmetic
-from clipwise.gradients.rare import Rare
+from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.kernels.gram import Last
 from clipwise.kernels.squares import row_squares
 

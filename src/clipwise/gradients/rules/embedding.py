@@ -13,8 +13,7 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError
 from clipwise.gradients.forms import Form, Rows, at_least_float32
-from clipwise.gradients.layout import Layout
-from clipwise.gradients.owners import Ragged
+from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 

@@ -2,7 +2,6 @@
 
 from clipwise.layers.clipped.clip_inputs import clip_inputs, set_clips
 from clipwise.layers.clipped.layer import ClippedLayer
-from clipwise.layers.clipped.norms_from_public import norms_from_public
 from clipwise.layers.clipped.switch import unclipped
 
-__all__ = ["ClippedLayer", "clip_inputs", "norms_from_public", "set_clips", "unclipped"]
+__all__ = ["ClippedLayer", "clip_inputs", "set_clips", "unclipped"]

@@ -28,10 +28,18 @@ from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.kernels.factors import Norms
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import ClippedLayer, is_plain
+from clipwise.layers.clipped.layer import (
+    ClippedLayer,
+    Constants,
+    clipped_input,
+    fits,
+    is_plain,
+    kernel_scales,
+    upstream_scales,
+    weighted_rows,
+)
 from clipwise.layers.clipped.linear import Matrix
 from clipwise.layers.clipped.linear_map import ClippedMap, MapRole, Seen, looked_at, mapped, pulled_back
-from clipwise.layers.clipped.scales import Constants, clipped_input, fits, kernel_scales, upstream_scales, weighted_rows
 
 THIRDS = 3
 

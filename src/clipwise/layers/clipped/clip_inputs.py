@@ -9,15 +9,12 @@ from typing import Any
 from torch import nn
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.layers.batch_statistics import exchange_modules
 from clipwise.layers.clipped.attention import ClippedAttention
-from clipwise.layers.clipped.convolution import ClippedConvolution
-from clipwise.layers.clipped.embedding import ClippedEmbedding
-from clipwise.layers.clipped.layer import ClippedLayer, has_code_of_its_own
-from clipwise.layers.clipped.linear import ClippedLinear
-from clipwise.layers.clipped.normalization import ClippedGroupNorm, ClippedLayerNorm
+from clipwise.layers.clipped.layer import BOUNDS, MODES, ClippedLayer, Constants, clip_constant, has_code_of_its_own
+from clipwise.layers.clipped.linear import ClippedConvolution, ClippedLinear
+from clipwise.layers.clipped.normalization import ClippedEmbedding, ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
-from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
-from clipwise.layers.exchange_modules import exchange_modules
 from clipwise.validation.arguments import one_of, require_module, whole
 
 Numbers = float | Mapping[str, float]

@@ -1,7 +1,13 @@
-"""The base classes of clipped layers."""
+"""The base classes of clipped layers, and their scale factors from upper bounds of norms, in float64, one per example.
+
+Scaled vectors aim slightly below their bound, to allow for rounding. n is never below the true norm, and it bounds the
+sum of the absolute terms of a gradient, not only their sum. The rounding error of a product is therefore a small
+fraction of n, even if terms cancel.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,8 +15,165 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from clipwise import kernels
 from clipwise.errors import ConfigurationError, UnsupportedModelError
-from clipwise.layers.clipped.scales import BOUNDS, MODES, Constants, clip_constant
+from clipwise.gradients.forms import squared_norms
+from clipwise.kernels.factors import Limits, Norms, gradient_factors
+from clipwise.kernels.weighted import weighted_sum
+from clipwise.layers.clipped import switch
+from clipwise.validation.arguments import number
+
+MODES = ("clip", "normalize")
+BOUNDS = ("upstream", "gradient")
+
+# Fraction of a bound. Sums over positions have a smaller error: they run in blocks, with u = 2^-24 per term.
+AIM = 1 - 2.0**-10
+# The smallest s and nu: an example with a smaller factor counts as 0. Gradients are scaled by s nu in float32, where
+# numbers below 2^-126 are subnormal, with an error of 2^-150, possibly upwards.
+_SMALLEST_INPUT, _SMALLEST = 2.0**-50, 2.0**-76
+LEFT_OF_MASS = 2.0**-6
+# "normalize" scales a gradient shorter than this by C2 / _SHORTEST, not up to its bound: it may be rounding error,
+# which depends on the batch. The error for losses of ordinary size, about 2^-24, becomes 2^-10 of a bound.
+_SHORTEST = 2.0**-14
+_LEAST = 2.0**-100  # gradients with a smaller norm are not scaled: it is far below any constant
+_LONGEST = 2.0**120  # norm of a scaled-up gradient: float32 ends at 2^128
+_SMALLEST_CONSTANT, _LARGEST_CONSTANT = 1e-10, 1e10
+LIMITS = Limits(AIM, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the same formulas
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants C1 and C2, mode and bound of one layer. See `clip_inputs`."""
+
+    input_norm: float
+    grad_norm: float
+    mode: str = "clip"
+    bound: str = "gradient"
+
+    @property
+    def weight_norm(self) -> float:
+        """The largest contribution of one example to the gradient of the weights: C1 C2."""
+        return self.input_norm * self.grad_norm
+
+    @property
+    def most(self) -> float:
+        """The largest scale of a gradient: 1 in mode "clip"; C2 over the shortest gradient in mode "normalize"."""
+        return 1.0 if self.mode == "clip" else self.grad_norm / _SHORTEST
+
+
+def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+    """One number per example, in the dtype of a tensor and broadcastable to it."""
+    return _on_axis(values_B.to(like.dtype), like, axis)
+
+
+def _on_axis(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+    shape = [1] * like.dim()
+    shape[axis] = -1
+    return values_B.view(shape)
+
+
+def squared_lengths(rows_Rn: Tensor) -> Tensor:
+    """An upper bound on |row|^2 of each row, in float64, also if squares overflow float32."""
+    found_R = squared_norms(rows_Rn)
+    if found_R.is_cuda or not len(found_R) or float(found_R.max()) < math.inf:  # False for NaN
+        return found_R
+    return squared_norms(rows_Rn.double())
+
+
+def lengths(rows: Tensor) -> Tensor:
+    """An upper bound on |row| of each example, [B]."""
+    if not len(rows):  # an empty batch cannot be reshaped with -1
+        return torch.zeros(0, dtype=torch.float64, device=rows.device)
+    return squared_lengths(rows.reshape(len(rows), -1)).sqrt()
+
+
+def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
+    """min(1, C1 / |x|); 0 for an example that is not finite or longer than 2^50 C1."""
+    scale_B = (AIM * input_norm / norm_B).masked_fill(norm_B <= input_norm, 1.0)
+    return scale_B.masked_fill(~(norm_B <= AIM * input_norm / _SMALLEST_INPUT), 0.0)  # True for NaN
+
+
+def upstream_scales(norm_B: Tensor, bound: float | None, most: float) -> Tensor:
+    """nu = min(most, C / n), so that n nu <= C. A norm of 0 stays 0.
+
+    Without a bound nothing is clipped: 1 if the norm is finite, else 0.
+    """
+    if bound is None:
+        return torch.isfinite(norm_B).double()
+    nu_B = (AIM * bound / norm_B).clamp(max=most)
+    nu_B = nu_B.masked_fill(norm_B <= _LEAST, 1.0)
+    return nu_B.masked_fill(~(norm_B <= AIM * bound / _SMALLEST), 0.0)
+
+
+def kernel_scales(norms: Norms, bound: float | None, most: float) -> Tensor:
+    """`upstream_scales` by a kernel, from norms measured by kernels. Records nu for a compiled step."""
+    nu_B = gradient_factors(norms, bound, most, LIMITS)
+    switch.noted(nu_B)
+    return nu_B
+
+
+def fits(t: Tensor) -> bool:
+    """Whether kernels support this tensor: on a GPU, not float64."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes
+
+
+def surely_none(flags_B: Tensor) -> bool:
+    """Whether no flag is set; False on a GPU, where reading the flags would synchronize."""
+    return not flags_B.is_cuda and not bool(flags_B.any())
+
+
+def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
+    """Set rows with factor 0 (or False) to 0, since 0 times NaN is NaN; unless a compiled step records the factors."""
+    if switch.noted(factor_B):
+        return t
+    if not factor_B.is_cuda and (not len(factor_B) or float(factor_B.min()) > 0):
+        return t
+    return torch.where(_on_axis(factor_B > 0, t, axis), t, 0)
+
+
+def scaled(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
+    """Each example times its factor, as a new tensor: 0 where the factor is 0."""
+    return cleaned(t, factor_B, axis) * along(factor_B, t, axis)
+
+
+def clipped_input(x: Tensor, input_norm: float) -> Tensor:
+    """x min(1, C1 / |x|) per example, in operations that torch can export."""
+    norm_B = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    scale_B = input_scales(norm_B, input_norm)
+    return torch.where(_on_axis(torch.isfinite(norm_B), x), x * along(scale_B, x), 0)
+
+
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tensor:
+    """sum_i nu_i row_i, where a row is an example's whole gradient, clipped to C2 by its exact norm.
+
+    If far larger terms cancel in a row (`mass_Bn` holds their absolute sums), the row may be rounding error, which may
+    depend on the other examples. Its norm is therefore taken to be at least 2^-6 of the mass, so that "normalize" keeps
+    rounding error small. (An example is the bias of attention keys, whose gradient is 0.)
+    """
+    bound = c.grad_norm if switch.is_clipping() else None
+    if fits(rows_Bn):
+        norms = Norms(rows_Bn, mass_Bn, second_times=LEFT_OF_MASS, takes_larger=True)
+        return weighted_sum(rows_Bn, kernel_scales(norms, bound, c.most))
+    norm_B = lengths(rows_Bn)
+    if mass_Bn is not None and bound is not None:
+        norm_B = torch.maximum(norm_B, LEFT_OF_MASS * lengths(mass_Bn))
+    nu_B = upstream_scales(norm_B, bound, c.most)
+    return scaled(rows_Bn, nu_B).sum(0)
+
+
+def at_least_shortest(lengths_BGP: Tensor, bound: float) -> Tensor:
+    """Clamp window norms to at least C / 2^120, in place; then n is at least that times |g|.
+
+    So C / n times g is finite in float32, even for a long gradient and a tiny input.
+    """
+    return lengths_BGP.clamp_(min=max(bound / _LONGEST, torch.finfo(torch.float32).tiny))
+
+
+def clip_constant(name: str, value: object) -> float:
+    """Validate a clipping constant; errors name the argument."""
+    return number(name, value, least=_SMALLEST_CONSTANT, most=_LARGEST_CONSTANT)
+
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 

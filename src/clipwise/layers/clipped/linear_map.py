@@ -29,8 +29,9 @@ from clipwise.gradients.blocks import Scratch
 from clipwise.gradients.forms import chunks
 from clipwise.layers.clipped import linear_map_kernels as kernels
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import OneInputLayer, Role
-from clipwise.layers.clipped.scales import (
+from clipwise.layers.clipped.layer import (
+    OneInputLayer,
+    Role,
     along,
     at_least_shortest,
     cleaned,

@@ -1,6 +1,6 @@
 """Triton kernels for clipped linear maps: each pass reads its tensor once.
 
-If `scales.fits` is False (on a CPU, in float64, without Triton), linear_map.py does the same with torch operations.
+If `layer.fits` is False (on a CPU, in float64, without Triton), linear_map.py does the same with torch operations.
 
     forward    |x|^2                       one read of x (or of squares per pixel, where these are needed anyway)
                z <- s z + b                in place
@@ -23,7 +23,7 @@ from clipwise.kernels.squares import row_squares
 from clipwise.kernels.tangent import to_tangent_
 from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.scales import LIMITS, kernel_scales, weighted_rows
+from clipwise.layers.clipped.layer import LIMITS, kernel_scales, weighted_rows
 
 if TYPE_CHECKING:
     from clipwise.layers.clipped.linear_map import Map, MapRole, Seen

@@ -3,7 +3,7 @@
     dW_ih = sum_t dz_t x_t^T,   dW_hh = sum_t dz'_t h_{t-1}^T,   db = sum_t dz_t
 
 with dz_t, dz'_t the gradients of the pre-activations on the input's and on the hidden side. Backpropagation through
-time runs unclipped inside the layer and gives all of them (gradients/rules/recurrence.py). W_ih is then clipped as a
+time runs unclipped inside the layer and gives all of them (gradients/rules/recurrent.py). W_ih is then clipped as a
 linear layer over T positions, with its input clipped to C1. W_hh is clipped by |(sum_t |h_{t-1}| |dz'_tc|)_c|, with the
 norms of the states, also to C1 C2. The biases are clipped to C2 by their exact norms. No bound depends on the number of
 time steps. The gradient for the previous layer is as in linear_map.py, with the clip of W_ih.
@@ -20,23 +20,25 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from clipwise.errors import UnsupportedModelError
-from clipwise.gradients.rules.recurrence import Backward, Layer, gru, lstm, rnn
+from clipwise.gradients.rules.recurrent import Backward, Layer, gru, lstm, rnn
 from clipwise.layers.clipped import switch
-from clipwise.layers.clipped.layer import ClippedLayer, Role, is_plain
-from clipwise.layers.clipped.linear import Matrix
-from clipwise.layers.clipped.linear_map import along_the_sphere, passed_on
-from clipwise.layers.clipped.scales import (
+from clipwise.layers.clipped.layer import (
+    ClippedLayer,
     Constants,
+    Role,
     along,
     at_least_shortest,
     cleaned,
     clipped_input,
     input_scales,
+    is_plain,
     lengths,
     scaled,
     upstream_scales,
     weighted_rows,
 )
+from clipwise.layers.clipped.linear import Matrix
+from clipwise.layers.clipped.linear_map import along_the_sphere, passed_on
 
 _FORWARD: dict[str, Any] = {
     "LSTM": torch.lstm,

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from clipwise.errors import StepError
-from clipwise.gradients.operations import ACCUMULATE
+from clipwise.gradients.outline import ACCUMULATE
 
-Comparison = Callable[[str, Tensor], None]  # the kind of norm, and norm / bound per example
 Watcher = Callable[[Any, Tensor], None]  # a graph node, and the gradient of its output
 
 
@@ -32,7 +31,6 @@ Watcher = Callable[[Any, Tensor], None]  # a graph node, and the gradient of its
 class _Setting:
     is_clipping: bool = True
     watcher: Watcher | None = None
-    comparison: Comparison | None = None
     noted: list[Tensor] | None = None
 
 
@@ -55,13 +53,6 @@ def _set(**values: Any) -> Iterator[None]:
 def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
     """Turn clipping off in this block. Results may expose single examples, and must not be released."""
     with _set(is_clipping=False, watcher=watcher):
-        yield
-
-
-@contextmanager
-def measured(watcher: Watcher, comparison: Comparison) -> Iterator[None]:
-    """Report every comparison with a bound in this block, after the node to which it belongs."""
-    with _set(watcher=watcher, comparison=comparison):
         yield
 
 
@@ -95,17 +86,6 @@ def saw(node: Any, *gradients: Tensor) -> None:
     if _now.watcher is not None:
         one = len(gradients) == 1
         _now.watcher(node, gradients[0] if one else torch.cat([g.flatten(1) for g in gradients], 1))
-
-
-def is_measured() -> bool:
-    """Whether comparisons are reported, which kernels cannot do."""
-    return _now.comparison is not None
-
-
-def compared(of: str, norm_B: Tensor, bound: float) -> None:
-    """Report norms of upstream gradients relative to their bound."""
-    if _now.comparison is not None:
-        _now.comparison(of, norm_B / bound)
 
 
 def noted(factor_B: Tensor) -> bool:

@@ -21,7 +21,8 @@ Why that is private.
    on a sum of sensitivity S', with multiplier sigma / S' = z. Accounting does not change.
 3. R(N) is drawn *exactly* (`rounded.py`): N is the Box-Muller transform of two real uniforms with as many bits as
    needed. 64 bits and float64 nearly always suffice, with a proven margin; where N / g is within the margin of a half,
-   more bits and decimal arithmetic with more digits decide (`exact.py`). Every value is possible: the tail has no end.
+   more bits and decimal arithmetic with more digits decide (`rounded.py`). Every value is possible: the tail has no
+   end.
 4. The additions are those of whole numbers below 2^53 in float64, which are exact on every device.
 
 g is the largest power of two with g sqrt(d) <= 2^-16 S, so the noise grows by at most 0.0016 %. If that is below 2^-36
@@ -41,7 +42,6 @@ standard noise. On a GPU the noise is drawn on the CPU and copied.
 """
 
 from clipwise.noise.secure.cipher import require_cipher
-from clipwise.noise.secure.grid import noised_on_grid, on_grid
-from clipwise.noise.secure.rounded import rounded_gaussian
+from clipwise.noise.secure.rounded import noised_on_grid, on_grid, rounded_gaussian
 
 __all__ = ["noised_on_grid", "on_grid", "require_cipher", "rounded_gaussian"]

@@ -1,4 +1,4 @@
-"""The rounded Gaussian: whole numbers K = round(ratio X) with X ~ N(0, 1), drawn exactly.
+"""Secure noise: its grid, and the rounded Gaussian, whole numbers K = round(ratio X) with X ~ N(0, 1), drawn exactly.
 
 X comes in pairs, by Box-Muller from two real uniforms with the words k and a as their first 64 bits:
 
@@ -13,15 +13,22 @@ err by at most 8 e of their value (4 units of the last place). Then
     |y - ratio X| / ratio  <=  36 e r + (2 e + 2/k) / r      first order, and the last two products
 
 and `margin` is ratio (64 e r + (8 e + 4/k) / r), nearly twice that. If y is further than this from the midpoint between
-two whole numbers, its nearest whole number is K. If not (a few in a million values), or if k = 0, `exact.nearest_pair`
+two whole numbers, its nearest whole number is K. If not (a few in a million values), or if k = 0, `nearest_pair`
 decides, with further words of this pair.
+
+There Box-Muller has as many digits as needed. A uniform with known first n bits is a real number in (u, u + 1) 2^-n.
+Together with an angle of n bits it gives a pair of intervals. If all values of an interval have the same nearest whole
+number, that is the result for all further bits. Each further bit halves the interval.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from decimal import ROUND_HALF_EVEN, Context, Decimal, getcontext, localcontext
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +37,150 @@ from torch import Tensor
 
 from clipwise.noise.gaussian import by_all_threads, taken_from
 from clipwise.noise.key import KEY_BYTES
+from clipwise.noise.release import buckets
 from clipwise.noise.secure.cipher import Words, words
-from clipwise.noise.secure.exact import nearest_pair
+from clipwise.privacy import Part
+
+FINER_THAN_SENSITIVITY = 2.0**-16
+COARSER_THAN_NOISE = 2.0**-36  # a finer grid would need the slow exact path too often
+LARGEST = 2.0**52  # grid steps; well within the exact whole numbers of float64
+
+Draw = Callable[[int, int], Tensor]  # (bucket number, size) -> whole numbers in float64
+
+
+def grid_step(sensitivity: float, noise_std: float, size: int) -> float:
+    """The largest power of two g with g sqrt(d) <= 2^-16 S; or g <= 2^-36 sigma, where that is more.
+
+    An empty part (d = 0) gets the step of d = 1.
+    """
+    limit = max(FINER_THAN_SENSITIVITY * sensitivity / math.sqrt(max(size, 1)), COARSER_THAN_NOISE * noise_std)
+    _, exponent = math.frexp(limit)  # limit = m 2^exponent, m in [1/2, 1)
+    return math.ldexp(0.5, exponent)
+
+
+def on_grid(parts: Sequence[Part], sizes: Mapping[str, int]) -> tuple[Part, ...]:
+    """The same parts on grids, with the same multiplier: S' = S + g sqrt(d), and noise in proportion.
+
+    `sizes` is the number of coordinates of each parameter, and of each part without parameters.
+    """
+    return tuple(_on_grid(p, sum(sizes[name] for name in p.parameters or (p.name,))) for p in parts)
+
+
+def _on_grid(part: Part, size: int) -> Part:
+    if part.noise_std == 0:
+        return part
+    step = grid_step(part.sensitivity, part.noise_std, size)
+    up = 1 + 2.0**-40  # so that no rounding here makes the noise smaller than stated
+    sensitivity = (part.sensitivity + step * math.sqrt(size)) * (1 + 2.0**-50)
+    std = part.noise_std * (sensitivity / part.sensitivity if part.sensitivity > 0 else 1.0) * up
+    return replace(part, sensitivity=sensitivity, noise_std=std, grid=step)
+
+
+@torch.no_grad()
+def noised_on_grid(
+    sums: list[Tensor], draw: Draw, divisor: float, step: float, scales: Sequence[float] = ()
+) -> list[Tensor]:
+    """(R(sum) + noise) / divisor of each, with R the nearest multiple of the step, and scales as in `release.noised`.
+
+    Everything before the division is exact: whole numbers of steps in float64. Removes the sums from the list, so that
+    their memory is freed early.
+    """
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in sums) else torch.float32
+    multipliers = list(scales) or [1.0] * len(sums)
+    found: list[Tensor] = []
+    for number, count in enumerate(buckets([t.numel() for t in sums])):
+        bucket = [sums.pop(0) for _ in range(count)]
+        noise = draw(number, sum(t.numel() for t in bucket)).to(bucket[0].device)
+        pieces = torch.split(noise, [t.numel() for t in bucket])
+        for piece, total in zip(pieces, bucket, strict=True):
+            m = multipliers[len(found)]
+            # m / g is not rounded, since g is a power of two.
+            steps = total.double().mul_(m / step).clamp_(-LARGEST, LARGEST).round_().add_(piece.view_as(total))
+            found.append(steps.div_(divisor / step).div_(m).to(dtype))
+    return found
+
+
+_GUARD = 40  # digits beyond those that represent u 2^-bits exactly; the last 20 absorb rounding
+
+
+def nearest_pair(u: int, v: int, bits: int, ratio: float) -> tuple[int | None, int | None]:
+    """The whole numbers nearest to ratio r cos t and ratio r sin t; None where the bits do not decide.
+
+        r = sqrt(-2 ln U),  U in (u, u + 1) 2^-bits;    t = 2 pi V,  V in (v, v + 1) 2^-bits.
+
+    Args:
+        u: the first bits of U, a whole number.
+        v: the first bits of V, modulo 2^bits.
+        bits: the number of bits of each.
+        ratio: the factor of the normal, taken as the exact value of the float.
+    """
+    if u == 0:
+        return None, None  # U may be arbitrarily small
+    with localcontext(Context(prec=bits + _GUARD, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))):
+        scale = Decimal(5**bits).scaleb(-bits)  # 2^-bits
+        shortest, longest = (_radius(Decimal(end) * scale) for end in (u + 1, u))
+        # The ends of the angle's interval are pi 2^-bits from its middle.
+        cos, sin = _cos_sin(2 * v + 1, bits + 1)
+        width, factor = 4 * scale, Decimal(ratio)
+        return (
+            _nearest(shortest, longest, cos - width, cos + width, factor),
+            _nearest(shortest, longest, sin - width, sin + width, factor),
+        )
+
+
+def _radius(u: Decimal) -> Decimal:
+    """sqrt(-2 ln u). Decimal's functions round correctly."""
+    return (-2 * u.ln()).sqrt() if u < 1 else Decimal(0)
+
+
+def _nearest(shortest: Decimal, longest: Decimal, low: Decimal, high: Decimal, ratio: Decimal) -> int | None:
+    products = [radius * side * ratio for radius in (shortest, longest) for side in (low, high)]
+    # A few roundings of relative size up to 10^(1 - digits) each; sine and cosine err by 10^(3 - digits).
+    rounding = (longest + 1) * ratio * Decimal(1).scaleb(_GUARD // 2 - getcontext().prec)
+    half = Decimal("0.5")
+    first = math.floor(min(products) - rounding + half)
+    last = math.floor(max(products) + rounding + half)
+    return first if first == last else None
+
+
+def _cos_sin(v: int, bits: int) -> tuple[Decimal, Decimal]:
+    """Cosine and sine of 2 pi v 2^-bits, by their series, reduced to an eighth of a circle."""
+    circle = 1 << bits
+    quarters = (4 * v + circle // 2) // circle
+    rest = 4 * v - quarters * circle  # at most half a quarter, exactly
+    x = Decimal(rest) * _pi(getcontext().prec) / (2 * Decimal(circle))
+    cos, sin = _series(x)
+    return ((cos, sin), (-sin, cos), (-cos, -sin), (sin, -cos))[quarters % 4]
+
+
+def _series(x: Decimal) -> tuple[Decimal, Decimal]:
+    """cos x = sum_n (-1)^n x^2n / (2n)! and sin x, up to negligible terms."""
+    cos, sin, term, n = Decimal(1), x, x, 1
+    least = Decimal(1).scaleb(-getcontext().prec - 5)
+    while abs(term) > least:
+        term = -term * x / (n + 1)  # the cosine's: (-1)^m x^2m / (2m)!
+        cos += term
+        term = term * x / (n + 2)
+        sin += term
+        n += 2
+    return cos, sin
+
+
+@lru_cache(maxsize=8)
+def _pi(digits: int) -> Decimal:
+    """pi = 16 arctan(1/5) - 4 arctan(1/239), in integer multiples of 10^-(digits + 10)."""
+    one = 10 ** (digits + 10)
+
+    def arctan_of_one_over(x: int) -> int:
+        power, total, n = one // x, 0, 0
+        while power:
+            total += (power if n % 2 == 0 else -power) // (2 * n + 1)
+            power //= x * x
+            n += 1
+        return total
+
+    return Decimal(16 * arctan_of_one_over(5) - 4 * arctan_of_one_over(239)) / Decimal(one)
+
 
 Reals = npt.NDArray[np.float64]
 

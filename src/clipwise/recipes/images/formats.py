@@ -92,7 +92,8 @@ def _file(file: Path, part: str) -> Images:
     pixels = _read_idx(file)
     if pixels.ndim != 3 or pixels.dtype != np.uint8:
         raise ConfigurationError(f"{file.name}: images of an idx file are bytes with three axes.")
-    return ArrayImages(f"idx file {file.name}", pixels, labels, byte_labels=True)
+    byte_labels = labels is not None and labels.dtype == np.uint8
+    return ArrayImages(f"idx file {file.name}", pixels, labels, byte_labels=byte_labels)
 
 
 def _label_file(file: Path) -> Path | None:

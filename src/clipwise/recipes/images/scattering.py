@@ -27,7 +27,7 @@ _WIDTH, _SLANT, _FREQUENCY = 0.8, 0.5, 0.75 * math.pi
 _PIXELS_PER_PLACE, _MOST_PLACES = 4, 8
 _GROUP = 3  # features that are normalized together
 _CHUNK = 256  # images at a time
-NORM = 10.0  # of the features of a grey image
+NORM = 10.0  # of the features of an image
 
 
 def grid_side(image_size: int) -> int:
@@ -55,7 +55,7 @@ def _features(x_BCHW: Tensor) -> Tensor:
     waves = _moduli(x_B1HW)
     parts = [x_B1HW, waves, _moduli(larger), _moduli(_half(waves))]
     s_BFGG = torch.cat([_averages(part, grid_side(H)) for part in parts], 1)
-    return _normalized(s_BFGG).reshape(B, -1).bfloat16()
+    return (_normalized(s_BFGG).reshape(B, -1) / math.sqrt(C)).bfloat16()
 
 
 def _normalized(s_BFGG: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ TAIL = 0.005  # of the rows, beyond the outer quantiles on each side
 # For columns of which counts say nothing: powers of ten.
 DEFAULT_POINTS = (*(-(10.0**k) for k in range(6, -3, -1)), 0.0, *(10.0**k for k in range(-2, 7)))
 DEFAULT_BUCKETS = 16
+# With more of the buckets of text occupied than this, there are more values than buckets.
+CROWDED = 0.75
 
 Floats = NDArray[np.float64]
 
@@ -114,7 +116,11 @@ def kind_of(noised_K: NDArray[np.int64], std: float, bins: Bins) -> tuple[Kind, 
         years = np.flatnonzero(count_K) + FIRST_YEAR
         low, high = date(int(years[0]), 1, 1), date(int(years[-1]) + 1, 1, 1)
         return Date(to_day(low), to_day(high)), f"a date, from {low.year} to {high.year - 1}"
-    sure = np.flatnonzero(parts["text"] > _least(len(count_K)) * std)
+    least = _least(len(count_K)) * std
+    sure = np.flatnonzero(parts["text"] > least)
+    if len(sure) > CROWDED * bins.buckets:
+        # Every bucket holds many rare values, as of ids: only one with a frequent value beside them stands out.
+        sure = np.flatnonzero(parts["text"] > 2 * np.median(parts["text"]) + least)
     if not len(sure):
         return Ignored(), "ignored: text without frequent values"
     return Hashed(bins.buckets, tuple(sure.tolist())), f"text, {len(sure)} frequent of {bins.buckets} hashed values"

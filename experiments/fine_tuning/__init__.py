@@ -1,0 +1,1 @@
+"""Private fine-tuning of a pretrained sentence encoder: head only, LoRA and all weights."""
