@@ -144,6 +144,8 @@ class Backprop(Strategy):
 class BackpropClipper(Clipper):
     """`Backprop` for one model."""
 
+    is_traceable = False  # its layers measure and clip with kernels and memory of their own
+
     def __init__(self, site: Site, layers: Mapping[str, ClippedLayer]) -> None:
         self._parameters, self._layers = site.parameters, layers
         self.arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
