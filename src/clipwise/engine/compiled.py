@@ -258,7 +258,7 @@ class CompiledStep:
             if self._traced is None:
                 self._warn("This step cannot be captured in a CUDA graph, so it runs eagerly: ", str(error))
             else:
-                self._warn("This step cannot be captured in a CUDA graph, so it is compiled without: ", str(error))
+                self._warn("This step cannot be captured in a CUDA graph, so it is compiled without one: ", str(error))
 
     def _warn(self, what: str, error: str) -> None:
         """Torch's messages may hold sizes of the batch, which are secret."""

@@ -1,8 +1,8 @@
 """Products that keep their arithmetic in a traced graph.
 
 Norms and sums are computed in a stated arithmetic (gradients/precision.py), whatever the user's settings for speed.
-These settings are switches of the process, and a traced graph does not record them. So a product that was traced under
-another setting than the one around the step becomes an operation of its own, which sets the switch when it runs.
+They are settings of the process, and a traced graph does not record them. So a product that was traced under another
+setting than the surrounding step becomes an operation of its own, which changes the setting while it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Settings = tuple[object, object]  # of matrix products and of convolutions
 
 
 def settings() -> Settings:
-    """The current switches."""
+    """The current settings."""
     try:
         matrices: object = torch.get_float32_matmul_precision()
     except RuntimeError:  # set per backend, which the common switch does not support

