@@ -29,7 +29,7 @@ _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
 _GROWN_BATCHES = 2
-_CERTAIN = 9 * log(10)  # a false refusal in 10^9 runs, see Growth
+_CERTAIN = 9 * log(10)  # nats; see Growth
 _SHARED_BUFFER = (
     "rows of all examples share one buffer, and the whole batch decides which row gets which slot, as in a mixture of "
     "experts with a capacity (GShard, Switch). When the buffer is full, the dropped rows of an example depend on the "
@@ -77,7 +77,7 @@ class Growth:
     there are two criteria. Rows that data select from a table are no positions, and two changes of the batch size are
     enough. For any other tensor, chance has to be excluded: a size that does not depend on the batch size takes the
     sequence that was seen with a probability of at most exp(-entropy of the batch sizes), because different batch sizes
-    have different multiples.
+    have different multiples. The longest record of a batch depends on the batch size a little, hence the wide margin.
 
     `axes` holds the axes with a size that has been a constant multiple of the batch size so far.
     """
