@@ -93,5 +93,6 @@ def rounded(figure: Mapping[str, Any]) -> str:
     where = {"held-out": "on held-out rows", "public-test": "on public test rows"}[figure["rows"]]
     if name == "accuracy":
         return f"accuracy{group} {value:.1%} ({low:.1%} to {high:.1%}) {where}"
-    digits = max(0, 3 - math.floor(math.log10(value))) if value > 0 else 3
-    return f"{name} {value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}) {where}"
+    digits = max(0, 3 - math.floor(math.log10(value or high or 1.0)))
+    shown = f"{value:.{digits}f}" if value > 0 else "too small for the noise"
+    return f"{name} {shown} ({low:.{digits}f} to {high:.{digits}f}) {where}"
