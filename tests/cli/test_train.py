@@ -139,6 +139,7 @@ def test_evaluations(run, table, tmp_path):
     assert exact.exit_code == 0 and json.loads(exact.stdout)["rows"] == "public-test"
     noised = clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger")
     assert noised.exit_code == 0 and read(tmp_path / "new.ledger").position == 1
+    assert "on private rows" in noised.stdout
     refused(clipwise("evaluate", run, table), "--public")
     refused(clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger"), "exists")
 
