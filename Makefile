@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOWER := $(VENV)/flower
 
-.PHONY: help demo reproduce bench test-fast test test-integrations test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs format install clean
+.PHONY: help demo reproduce bench test-fast test test-integrations test-matrix test-gpu fuzz faults api-fuzz loop-fuzz check docs notebooks format install clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -90,6 +90,9 @@ check: $(STAMP)  ## style, types and the documentation
 
 docs: $(STAMP)  ## the documentation site, in build/site
 	$(BIN)/mkdocs build --strict --site-dir build/site
+
+notebooks: $(STAMP)  ## run the tutorials: their stored output, and the gallery of reports
+	$(BIN)/python -m tests.docs.notebooks $(ARGS)
 
 format: $(STAMP)  ## ruff format
 	$(BIN)/ruff format src tests examples experiments benchmarks

@@ -53,6 +53,7 @@ def _suite(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and data")
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
     parser.add_argument("--render", type=Path, metavar="DIR", help="write tables and plots of DIR, no more")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time of the process instead of a wall clock")
     options = vars(parser.parse_args(arguments))
     folder, say = options.pop("render"), partial(print, flush=True)
     if folder is not None:

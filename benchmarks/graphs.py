@@ -50,8 +50,10 @@ def graphed_steps(workload: Workload) -> Iterator[Callable[[], None]]:
         graph.reset()
 
 
-def compiled_steps(workload: Workload, private: Private, settling: int) -> Callable[[], None]:
-    """The graph of a private run, `private.compiled(loss)`, replayed for each batch of its loader.
+def compiled_steps(
+    workload: Workload, private: Private, settling: int, backend: str = "cudagraphs"
+) -> Callable[[], None]:
+    """The graph of a private run, `private.compiled(loss, backend=...)`, replayed for each batch of its loader.
 
     If capturing fails, a run continues with eager steps. Those are another column, so here it is an error if there
     is no graph after the first `settling` steps.
@@ -60,7 +62,7 @@ def compiled_steps(workload: Workload, private: Private, settling: int) -> Calla
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return losses_of(workload.model(x), y)
 
-    replay = private.compiled(loss)
+    replay = private.compiled(loss, backend=backend)
     batches = chain.from_iterable(repeat(private.loader))
     made = 0
 

@@ -21,6 +21,7 @@ from benchmarks.graphs import compiled_steps, graphed_steps
 from benchmarks.peer import opacus_steps
 from benchmarks.workload import Workload, losses_of
 from clipwise.clipping import PerExample
+from clipwise.engine.inductor import is_available
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError
@@ -32,7 +33,8 @@ NOISE_MULTIPLIER = 1.0
 REFERENCE = "non-private"
 PLAIN_AND_NOISE = "non-private + noise"
 GRAPHED = "non-private graphed"
-AUTO, COMPILED, REWEIGHT = "auto", "compiled", "reweight"
+PLAIN_COMPILED = "non-private compiled"
+AUTO, COMPILED, INDUCTOR, REWEIGHT = "auto", "compiled", "inductor", "reweight"
 ONE_BY_ONE = "one by one"
 OPACUS = ("opacus hooks", "opacus ghost")
 
@@ -49,6 +51,21 @@ def _non_private(workload: Workload) -> Iterator[Step]:
         x, y = next(batches)
         optimizer.zero_grad()
         torch.autograd.backward(losses_of(workload.model(x), y).mean())
+        optimizer.step()
+
+    yield step
+
+
+@contextmanager
+def _plain_compiled(workload: Workload) -> Iterator[Step]:
+    """An ordinary step whose forward and backward pass `torch.compile` has compiled."""
+    optimizer, batches = workload.optimizer(), workload.batches()
+    loss = torch.compile(lambda x, y: losses_of(workload.model(x), y).mean())
+
+    def step() -> None:
+        x, y = next(batches)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss(x, y))
         optimizer.step()
 
     yield step
@@ -133,10 +150,10 @@ def _private(workload: Workload, how: str) -> Iterator[Step]:
 
 
 @contextmanager
-def _compiled(workload: Workload) -> Iterator[Step]:
-    """A private step as one captured graph."""
+def _compiled(workload: Workload, backend: str) -> Iterator[Step]:
+    """A private step as one graph."""
     with _private_run(workload, AUTO) as private:
-        yield compiled_steps(workload, private, settling_steps(COMPILED))
+        yield compiled_steps(workload, private, settling_steps(COMPILED), backend)
 
 
 def _noise_like(trained: Sequence[nn.Parameter], key: NoiseKey, batch: int) -> list[Tensor]:
@@ -159,7 +176,9 @@ _METHODS: dict[str, Method] = {
     REFERENCE: _non_private,
     PLAIN_AND_NOISE: _plain_and_noise,
     GRAPHED: graphed_steps,
-    COMPILED: _compiled,
+    PLAIN_COMPILED: _plain_compiled,
+    COMPILED: partial(_compiled, backend="cudagraphs"),
+    INDUCTOR: partial(_compiled, backend="inductor"),
     **{how: partial(_private, how=how) for how in (AUTO, "bookkeeping", REWEIGHT, "instantiate", "vmap", "loop")},
     ONE_BY_ONE: _one_by_one,
     **{
@@ -168,9 +187,9 @@ _METHODS: dict[str, Method] = {
     },
 }
 # The methods of the paper's figures; the others belong to the comparison with peers.
-_IN_FIGURES = [name for name in _METHODS if name not in (GRAPHED, COMPILED, AUTO)]
+_IN_FIGURES = [name for name in _METHODS if name not in (GRAPHED, PLAIN_COMPILED, COMPILED, INDUCTOR, AUTO)]
 # The first steps check graphs, rules and losses. They are slower than later steps, so they are not counted.
-_SETTLING = {AUTO: 6, COMPILED: 12, "bookkeeping": 6, REWEIGHT: 6, "instantiate": 6}
+_SETTLING = {AUTO: 6, COMPILED: 12, INDUCTOR: 12, "bookkeeping": 6, REWEIGHT: 6, "instantiate": 6}
 PAPER_NAMES = {REWEIGHT: "ReweightGP", "vmap": "multiLoss", ONE_BY_ONE: "nxBP"}
 
 
@@ -192,11 +211,13 @@ def unavailable(method: str, device: torch.device) -> str | None:
     """Why a method cannot run here, or None."""
     if is_graphed(method) and device.type != "cuda":
         return "needs CUDA graphs"
+    if method in (INDUCTOR, PLAIN_COMPILED) and not is_available(device.type):
+        return "needs Triton on CUDA, or a C++ compiler"
     return None if _is_installed(method) else "Opacus is not installed"
 
 
 def is_graphed(method: str) -> bool:
-    """Whether a method replays a CUDA graph."""
+    """Whether a method needs CUDA graphs."""
     return method in (GRAPHED, COMPILED)
 
 

@@ -34,6 +34,7 @@ class Options:
         cell_seconds: approximate limit for one measurement.
         seed: seed of weights, data and the order of batches.
         retry: measure failed cells again.
+        cpu_time: time steps by the processor time of the process; for the CPU only.
     """
 
     out: Path
@@ -47,6 +48,7 @@ class Options:
     cell_seconds: float = 60.0
     seed: int = 0
     retry: bool = False
+    cpu_time: bool = False
 
     def __post_init__(self) -> None:
         if self.suite not in SUITES:
@@ -55,6 +57,8 @@ class Options:
             if getattr(self, name) and self.suite not in suites:
                 known = " or ".join(map(repr, suites))
                 raise ConfigurationError(f"{name} belong to suite={known}, not to {self.suite!r}.")
+        if self.cpu_time and self.device != "cpu":
+            raise ConfigurationError("cpu_time is for the CPU: on a GPU the processor waits.")
         for name in ("budget_seconds", "cell_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -70,5 +74,6 @@ class Options:
             for name in names:
                 words += [option, name]
         words += ["--quick"] if self.quick else []
+        words += ["--cpu-time"] if self.cpu_time else []
         words += ["--cell-seconds", f"{self.cell_seconds:g}", "--seed", str(self.seed)]
         return shlex.join(words)

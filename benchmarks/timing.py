@@ -21,12 +21,15 @@ class Effort:
         least_rounds: the minimum number of rounds, unless they take longer than `cell_seconds`.
         enough_seconds: no further round after this time.
         cell_seconds: the limit for one measurement.
+        cpu_time: whether steps are timed by the processor time of the process, which other jobs of a loaded machine
+            affect less. The limits are always those of a wall clock.
     """
 
     rounds: int = 15
     least_rounds: int = 3
     enough_seconds: float = 1.5
     cell_seconds: float = 60.0
+    cpu_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,13 @@ def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -
         effort: the limits of rounds and time.
         wait: returns when the device has finished its queued work.
     """
+    clock = time.process_time if effort.cpu_time else time.perf_counter
     start = time.perf_counter()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1, effort.rounds + 1):
         begin = time.perf_counter()
         for name, contender in contenders.items():
-            taken[name].append(_seconds(contender.act, contender.block, wait))
+            taken[name].append(_seconds(contender.act, contender.block, wait, clock))
         now = time.perf_counter()
         if number >= effort.least_rounds and now - start > effort.enough_seconds:
             break
@@ -103,10 +107,10 @@ def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -
     return Rounds(taken)
 
 
-def _seconds(act: Act, count: int, wait: Act) -> float:
+def _seconds(act: Act, count: int, wait: Act, clock: Callable[[], float] = time.perf_counter) -> float:
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(count):
         act()
     wait()
-    return (time.perf_counter() - start) / count
+    return (clock() - start) / count

@@ -1,8 +1,8 @@
 """MkDocs hooks: links that leave docs/, and CONTRIBUTING.md as a page.
 
 Pages link to files of the repository by relative paths, which work on GitHub. On the site such a link leads to the
-repository (`repo_url`), and an image is copied into the site. A list that follows a line of text gets the blank line
-that Python-Markdown needs.
+repository (`repo_url`), and an image is copied into the site. A link to a notebook leads to its page. A list that
+follows a line of text gets the blank line that Python-Markdown needs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def _rewritten(text: str, source: str, config: Any) -> str:
         is_image, label, target, anchor = link[1], link[2], link[3], link[4] or ""
         path = _in_repository(target, source)
         if path.startswith("docs/") and (ROOT / path).exists():
+            if path.endswith(".ipynb") and Path(path).stem != Path(source).stem:  # else it is the download
+                path = path.removesuffix(".ipynb") + ".md"
             goal = posixpath.relpath(path[5:], posixpath.dirname(source.removeprefix("docs/")) or ".")
         elif path == "CONTRIBUTING.md":
             goal = posixpath.relpath(

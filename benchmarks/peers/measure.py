@@ -12,7 +12,16 @@ import torch
 
 from benchmarks.cell import Cell, figures_of, outcome_in, tidy
 from benchmarks.memory import NoMemoryFigure, peak_memory
-from benchmarks.methods import GRAPHED, PLAIN_AND_NOISE, REFERENCE, settling_steps, steps_by, synchronize, unavailable
+from benchmarks.methods import (
+    GRAPHED,
+    PLAIN_AND_NOISE,
+    PLAIN_COMPILED,
+    REFERENCE,
+    settling_steps,
+    steps_by,
+    synchronize,
+    unavailable,
+)
 from benchmarks.peers.form import fastest_form
 from benchmarks.peers.rows import Row
 from benchmarks.peers.targets import MEMORY, TIME
@@ -20,7 +29,7 @@ from benchmarks.timing import Contender, Effort, Rounds, interleave, settled
 from benchmarks.workload import Setting, make_workload
 from experiments.harness.limits import TooSlow, reason_of
 
-_BASES = (REFERENCE, PLAIN_AND_NOISE, GRAPHED)  # the denominators of ratios
+_BASES = (REFERENCE, PLAIN_AND_NOISE, GRAPHED, PLAIN_COMPILED)  # the denominators of ratios
 
 
 def measure_row(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.methods import OPACUS
+from benchmarks.methods import INDUCTOR, OPACUS, PLAIN_COMPILED
 from benchmarks.options import Options
 from benchmarks.peers.rows import rows_for
 from benchmarks.peers.table import COLUMNS, markdown
@@ -14,7 +15,8 @@ from benchmarks.timing import Effort
 from experiments.harness.environment import device_of
 
 SUITE = "peers"
-USUAL = set(COLUMNS) - set(OPACUS)  # Opacus takes long
+SLOW = {*OPACUS, INDUCTOR, PLAIN_COMPILED}  # Opacus takes long, and so does compiling; only on a GPU by default
+USUAL = set(COLUMNS) - SLOW
 _EFFORT = Effort(30, least_rounds=5, enough_seconds=5.0)
 
 
@@ -22,8 +24,10 @@ def bench_peers(options: Options, say: Say) -> None:
     """Measure the missing rows in the order of the table; print it, and write JSON and Markdown."""
     device = device_of(options.device)
     rows = rows_for(device.type, quick=options.quick, wanted=options.rows)
-    columns = chosen_columns(options.methods, USUAL)
-    results = measure_missing(rows, columns, device, options, _EFFORT, write_table, say)
+    usual = USUAL if device.type == "cpu" or options.quick else USUAL | {INDUCTOR, PLAIN_COMPILED}
+    columns = chosen_columns(options.methods, usual)
+    effort = replace(_EFFORT, cpu_time=options.cpu_time)
+    results = measure_missing(rows, columns, device, options, effort, write_table, say)
     say("\n" + write_table(results, options.out))
     say(f"wrote {options.out / TABLES}")
 

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.cell import Cell
-from benchmarks.methods import AUTO, COMPILED, GRAPHED, OPACUS, PLAIN_AND_NOISE, REFERENCE, REWEIGHT
+from benchmarks.methods import (
+    AUTO,
+    COMPILED,
+    GRAPHED,
+    INDUCTOR,
+    OPACUS,
+    PLAIN_AND_NOISE,
+    PLAIN_COMPILED,
+    REFERENCE,
+    REWEIGHT,
+)
 from benchmarks.peers.rows import Row, rows_for
 from benchmarks.peers.targets import MEMORY, TIME, Target
 from benchmarks.records import Results
@@ -15,7 +25,9 @@ COLUMNS = {
     PLAIN_AND_NOISE: "plain + noise",
     AUTO: "clipwise",
     COMPILED: "clipwise compiled",
+    INDUCTOR: "clipwise Inductor",
     GRAPHED: "plain graphed",
+    PLAIN_COMPILED: "plain torch.compile",
     REWEIGHT: "clipwise reweight",
     **{name: name for name in OPACUS},
 }

@@ -186,15 +186,16 @@ def as_markdown(found: list[dict[str, Any]]) -> str:
         "",
         "`python -m experiments audit/strategies` writes this table (several minutes on two cores). Each bound holds "
         f'with confidence {CONFIDENCE:g}, delta is 1e-5, and "runs" are those with the canary, which are as many as '
-        'those without. "One release": noise multiplier 1, everyone takes part, and mu = 1 is the truth. "Run": 8 '
-        'steps at noise multiplier 0.6, a quarter of 32 records in each. "Reachable" is the mu that the best guess '
-        'of "in" or "out" can show of such a run, if the claim is tight: the claimed mu is that of rarer and surer '
-        "guesses. Neighbours: the largest movement that was seen, in units of what is allowed.",
+        'those without. "One release": noise multiplier 1, every record takes part, and mu = 1 is the true value. '
+        '"Run": 8 steps at noise multiplier 0.6, a quarter of 32 records in each. "Reachable" is the mu that the best '
+        'guess of "in" or "out" can show of such a run if the claim is tight: the claimed mu is reached only by '
+        "guesses that are made rarely, with more certainty. Neighbours: the largest observed change, relative to the "
+        "allowed one.",
         "",
-        "The canary is a Dirac one. Lipschitz and Backprop bound gradients inside the network, past which no canary "
-        "gets: there it is a record with a loss so large that it is cut to the bound, with an input that is "
-        "made for the weights (Lipschitz: no layer makes it shorter), among records that say little. Noised "
-        "statistics have a tenth of the privacy of a step, and the canary looks at the gradient alone: "
+        "The canary is a Dirac canary. Lipschitz and Backprop bound gradients inside the network, which a Dirac canary "
+        "would bypass. There the canary is a record with a loss so large that its gradient is clipped to the bound. "
+        "Its input is chosen for the weights (Lipschitz: no layer shortens it), and the other records have small "
+        "gradients. Noised statistics have a tenth of the privacy of a step, and the canary uses the gradient only: "
         "sqrt(0.9) = 0.95 is the most that it can show of mu = 1.",
         "",
         "| strategy | neighbours | one release: mu | runs | run: epsilon claimed | measured | mu claimed "

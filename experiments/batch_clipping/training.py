@@ -66,7 +66,7 @@ def train(
     if earlier:
         model.load_state_dict(earlier["model"])
     trainer = _Openly(setting, model, pictures) if not setting.is_private else _Privately(setting, model, pictures)
-    progress = _Progress(**earlier["told"]) if earlier else _Progress()
+    progress = _Progress(**earlier["progress"]) if earlier else _Progress()
     if earlier:
         trainer.load_state_dict(earlier["trainer"])
     last_kept = start = time.perf_counter()
@@ -85,7 +85,7 @@ def train(
             # The next epoch takes about as long as this one. Stop if there is not enough time.
             is_late = len(progress.curve) < setting.epochs and deadline.left() < now - began
             if kept is not None and (is_late or now - last_kept > _KEEP_AFTER):
-                state = {"model": model.state_dict(), "trainer": trainer.state_dict(), "told": vars(progress)}
+                state = {"model": model.state_dict(), "trainer": trainer.state_dict(), "progress": vars(progress)}
                 checkpoint.save(kept, state)
                 last_kept = now
             if is_late:

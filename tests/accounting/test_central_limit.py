@@ -58,8 +58,8 @@ def test_mu_is_the_standard_deviation_of_the_likelihood_ratio(z: float) -> None:
         return float(integrate.simpson(of(x) * stats.norm.pdf(x, 0, z), x=x))  # type: ignore[operator]
 
     rate = 1e-4
-    coin = moment(lambda x: np.expm1((x - 0.5) / z**2) ** 2)
-    assert mu_of_step(Step(Amplification.POISSON, rate, z)) == pytest.approx(rate * math.sqrt(coin), rel=1e-6)
+    selected = moment(lambda x: np.expm1((x - 0.5) / z**2) ** 2)
+    assert mu_of_step(Step(Amplification.POISSON, rate, z)) == pytest.approx(rate * math.sqrt(selected), rel=1e-6)
     draw = 2 * moment(lambda x: np.maximum(np.expm1((x - 0.5) / z**2), 0) ** 2)
     assert mu_of_step(Step(Amplification.WITHOUT_REPLACEMENT, rate, z)) == pytest.approx(
         rate * math.sqrt(draw), rel=1e-6

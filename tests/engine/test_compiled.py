@@ -554,7 +554,7 @@ def test_an_example_that_is_not_finite_contributes_zero(
     model, private = exact_run(with_record(17, value), **options)
     step = private.compiled(loss_with(model), 7)
     go(private, step, 9)
-    assert not any(t.requires_grad for t in step._captured._inputs)
+    assert not any(t.requires_grad for t in step._captured._rows.batch)
     expected, plain = exact_run(with_record(17, value), **options)
     go(plain, ordinary(expected, plain), 9)
     require_close(model, expected)
@@ -913,13 +913,13 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
     with monkeypatch.context() as patched:  # of two pieces of 2 and 1 the second fails
         calls = Counter[str]()
 
-        def failing(self: Any, rows: Any, count: int, fill: Any = captured.Captured._fill) -> None:
+        def failing(self: Any, rows: Any, count: int, fill: Any = captured.FixedRows.fill) -> None:
             calls["fill"] += 1
             if calls["fill"] == 2:
                 raise MemoryError
             fill(self, rows, count)
 
-        patched.setattr(captured.Captured, "_fill", failing)
+        patched.setattr(captured.FixedRows, "fill", failing)
         with pytest.raises(MemoryError):
             step(*second)
     with pytest.raises(StepError, match="go through the same step"):

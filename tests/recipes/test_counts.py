@@ -61,7 +61,7 @@ def test_a_key_of_its_own_and_one_release_only() -> None:
     assert np.array_equal(counts().release(given).histograms["a"], counts().release(given).histograms["a"])
     used = counts()
     used.release(given)
-    with pytest.raises(ConfigurationError, match="possible once"):
+    with pytest.raises(ConfigurationError, match="was called before"):
         used.release(given)
 
 

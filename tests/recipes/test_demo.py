@@ -88,6 +88,8 @@ def test_a_bad_folder_is_refused(tmp_path):
 
 def test_the_live_display_shows_only_public_figures(tmp_path, monkeypatch):
     screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     console = Console(file=screen, force_terminal=True, width=120)
     monkeypatch.setattr(progress, "stdout", lambda: console)
     run = begin(plan_of(choices(8.0, epochs=1)), RunFolder(tmp_path), "")

@@ -33,11 +33,11 @@ class Filter:
         B + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1) = epsilon.
 
     Then the whole run has divergence at most B at that order (Feldman and Zrnic, "Individual privacy accounting
-    via a Renyi filter", 2021): the product of the likelihood ratios, each to the power alpha and over e^((alpha - 1)
-    D_t), is a supermartingale for any rule that chooses the steps from earlier releases.
+    via a Renyi filter", 2021). The reason: take the product of the likelihood ratios, each to the power alpha and
+    divided by e^((alpha - 1) D_t). It is a supermartingale for any rule that chooses the steps from earlier releases.
 
-    Continuing while any of several orders has budget left would not be sound: the order with the smallest sum then
-    depends on the releases, and the supermartingale of each order bounds that order alone.
+    Continuing while any of several orders has budget left would not be sound. The order with the smallest sum then
+    depends on the releases, and the supermartingale of each order bounds that order only.
 
     Args:
         epsilon: the budget.

@@ -63,7 +63,8 @@ def main(
 ) -> None:
     """Train PyTorch models under differential privacy.
 
-    Begin with `clipwise demo`. Each command has an example in its own --help.
+    Begin with `clipwise demo`, or with `clipwise train` on your own data. Each command has an example in its own
+    --help.
     """
 
 

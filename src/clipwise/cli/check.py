@@ -46,8 +46,8 @@ def check(
 
     Use synthetic or public rows for the batch, because the output depends on them. The check runs your code with
     examples replaced, removed and reordered, and tests whether the loss or gradient of any other example changes. With
-    --neighbours it also trains a copy privately, with and without one example, and compares every release. It is a
-    lint and no proof.
+    --neighbours it also trains a copy privately, with and without one example, and compares every release. The check
+    can find a problem; it is not a proof.
 
     Exit code 0: accepted. 1: refused. 2: the check could not run.
     """

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from clipwise.cli.output import rounded_up, say, stdout
+from clipwise.cli.output import is_live, rounded_up, say, stdout
 from clipwise.cli.progress import Display, duration
 from clipwise.cli.train import follow, stopping
 from clipwise.recipes.demo import DELTA, NOTE, RUNS, choices, one_thread
@@ -53,11 +53,11 @@ def demo(
             run = RunFolder(folder / name)
             run.path.mkdir()
             plan = plan_of(choices(epsilon, epochs=epochs, seed=seed))
-            display = Display(plan.choices.epsilon if plan.choices.is_private else None, quiet=not console.is_terminal)
+            display = Display(plan.choices.epsilon if plan.choices.is_private else None, quiet=not is_live(console))
             with stopping(display) as stop:
                 follow(begin(plan, run, f"clipwise demo, run {name}"), display, stop)
             runs.append(run)
-            if not console.is_terminal:
+            if not is_live(console):
                 say(f"{name}: {plan.steps} steps, test accuracy {_accuracy(run):.1%}", console=console)
     console.print(_table(runs))
     say(NOTE, console=console)

@@ -23,6 +23,6 @@ def export(
         clipwise export runs/data-epsilon-3 --format onnx
 
     The input of the model is an encoded batch of any size. config.toml describes the encoding, and `clipwise predict`
-    does both. An exported private model is covered by the guarantee of its run.
+    both encodes and predicts. An exported private model is covered by the guarantee of its run.
     """
     say(f"The model is in {export_model(run, kind, out)}")

@@ -40,7 +40,7 @@ def noise(
 ) -> None:
     """Compute the noise, the number of steps or the batch size that keeps a run within a budget.
 
-    Give the budget and two of the three; the command computes the third. The least noise:
+    Give the budget and two of noise, length and batch size; the command computes the third. The least noise:
 
         clipwise noise --epsilon 3 --batch-size 256 --dataset-size 60000 --epochs 20
 

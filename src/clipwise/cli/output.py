@@ -28,6 +28,11 @@ def stdout() -> Console:
     return Console(highlight=False)
 
 
+def is_live(console: Console) -> bool:
+    """Whether lines can be overwritten. Notebooks force colours and may use a terminal, but keep every line."""
+    return console.is_terminal and console.file.isatty() and "JPY_PARENT_PID" not in os.environ
+
+
 def say(text: str, *, console: Console | None = None, style: str = "") -> None:
     """Print text without markup and without wrapping."""
     (console or stdout()).print(Text(text, style=style), soft_wrap=True)

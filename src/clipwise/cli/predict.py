@@ -28,7 +28,7 @@ def predict(
         clipwise predict runs/data-epsilon-3 new.csv --out predictions.csv
 
     The output has one line for each record: the label and the probability of each label, or the number. Predictions of
-    a private model are covered by its guarantee. It does not protect the records that they are made for.
+    a private model are covered by its guarantee, which protects the training records but not the predicted ones.
     """
     lines = predictions(run, data)
     if out is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from clipwise.cli.output import remark, rounded_up, say, stdout
+from clipwise.cli.output import is_live, remark, rounded_up, say, stdout
 from clipwise.recipes.finish import rounded
 from clipwise.recipes.train import Moment
 
@@ -38,7 +38,7 @@ class Display:
         self._latest_line = time.monotonic()
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal and not (self._as_json or self._quiet):
+        if is_live(self._console) and not (self._as_json or self._quiet):
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[figures]}"))
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
             self._progress.start()

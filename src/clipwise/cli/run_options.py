@@ -341,8 +341,8 @@ def _print_kinds(history: Sequence[Entry]) -> None:
         counts[entry.event] += entry.count
     for e, count in list(counts.items())[:MOST_LINES]:
         say(
-            f"{counted(count, 'release')}: {e.sampling} sampling at rate {e.sample_rate:.6g}, {e.adjacency} of one {e.unit}, "
-            f"noise multiplier {e.noise_multiplier:g}"
+            f"{counted(count, 'release')}: {e.sampling} sampling at rate {e.sample_rate:.6g}, "
+            f"{e.adjacency} of one {e.unit}, noise multiplier {e.noise_multiplier:g}"
         )
     if len(counts) > MOST_LINES:
         say(f"and {len(counts) - MOST_LINES} more kinds of release")

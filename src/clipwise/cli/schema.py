@@ -45,13 +45,13 @@ def schema(
     epsilon: Annotated[
         float | None, typer.Option(help="Estimate kinds, ranges and frequent values from the rows, for this budget.")
     ] = None,
-    delta: Annotated[float, typer.Option(help="With --epsilon.")] = 1e-5,
+    delta: Annotated[float, typer.Option(help="The delta of the budget, with --epsilon.")] = 1e-5,
     ledger: Annotated[
         Path | None,
         typer.Option(help="With --epsilon: the ledger to charge; by default beside the output, ending in .ledger."),
     ] = None,
     encoding: Annotated[
-        str | None, typer.Option(help="Of a CSV file; by default its byte order mark decides, else UTF-8.")
+        str | None, typer.Option(help="The encoding of a CSV file; by default that of its byte order mark, or UTF-8.")
     ] = None,
 ) -> None:
     """Write a draft of a schema: the kinds, ranges and values of the columns of a table.

@@ -51,7 +51,8 @@ def train(
         str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
     ] = None,
     balanced: Annotated[
-        bool | None, typer.Option("--balanced", help="Weight the classes of a table against their noised frequencies.")
+        bool | None,
+        typer.Option("--balanced", help="Weight the classes of a table by the inverse of their noised frequencies."),
     ] = None,
     encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
     image_size: Annotated[
@@ -68,7 +69,9 @@ def train(
         typer.Option(help="The delta of the guarantee; by default well below one over the number of rows."),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, by its name in the documentation of the kind.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The name of the model, such as mlp or tanh-cnn; see docs/guides/train.md.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None,
     epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None,
     learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
@@ -121,9 +124,9 @@ def train(
 
         clipwise train reviews.csv --text review --target label --epsilon 3
 
-    Epsilon bounds what the model, and all figures in its report, reveal about any single row. Nothing is learned from
-    the rows in any other way: what is not declared by --schema and --labels is found by noised counts, which take a
-    share of the budget. A tenth of the rows is held out, by position, for one noised figure of accuracy.
+    Epsilon bounds what the model, and all figures in its report, reveal about any single row. Ranges, categories and
+    labels that --schema and --labels do not declare are found by noised counts, which take a share of the budget. A
+    tenth of the rows is held out, by position, for one noised figure of accuracy.
 
     The folder of the run has the weights, the ledger of every release, the configuration, the metrics, the statement,
     a model card and report.html. Ctrl-C ends a run cleanly; --resume continues it.

@@ -40,9 +40,10 @@ class Backprop(Strategy):
 
     The trainable layers must be clipped layers, made by `clipwise.layers.clip_inputs`. Each one scales the input of
     every example to a norm of at most C1 and, in the backward pass, its upstream gradient to a norm of at most C2. The
-    gradient of a layer is a product of the two, so one example adds at most C1 C2 to the gradient of the weights, and
-    at most C2 to that of the bias, which is a separate part. The layers hold the constants; the values given here must
-    agree with them. `clipwise.layers.set_clips` changes them between two steps, and the noise is scaled accordingly.
+    gradient of a layer is a product of the two. So one example adds at most C1 C2 to the gradient of the weights. It
+    adds at most C2 to that of the bias, which is a separate part. The layers hold the constants; the values given here
+    must agree with them. `clipwise.layers.set_clips` changes them between two steps, and the noise is scaled
+    accordingly.
 
     Args:
         input_norm: C1; None for the values of the layers.
@@ -68,8 +69,8 @@ class Backprop(Strategy):
         - Norms are clipped to (1 - 2^-10) times the bound, which covers the rounding of one example's terms. In TF32
           the stated sensitivity is larger by 2^-6. This assumes convolutions that are sums of products, as in implicit
           GEMM; Winograd and FFT convolutions round at the scale of the whole input.
-        - Adding up B examples in float32 changes the sum by a few times B 2^-24 of the sensitivity, and by a few times
-          B 2^-18 for biases, scales and shifts, because their terms may cancel to 2^-6 of their size before they are
+        - Adding up B examples in float32 changes the sum by a few times B 2^-24 of the sensitivity. For biases, scales
+          and shifts it is a few times B 2^-18, because their terms may cancel to 2^-6 of their size before they are
           scaled up. No noise is added for this.
         - Rounding in the passes of one example may depend on the other examples, since torch chooses kernels by size.
           This is assumed to stay small. A network that amplifies it, such as a chaotic recurrent one, lets one record
@@ -143,6 +144,8 @@ class Backprop(Strategy):
 
 class BackpropClipper(Clipper):
     """`Backprop` for one model."""
+
+    is_traceable = False  # its layers measure and clip with kernels and memory of their own
 
     def __init__(self, site: Site, layers: Mapping[str, ClippedLayer]) -> None:
         self._parameters, self._layers = site.parameters, layers

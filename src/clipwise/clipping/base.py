@@ -85,6 +85,7 @@ class Clipper(ABC):
         lasts: the minimum number of releases between changes of the bounds by `learn`.
         is_capturable: whether a CUDA graph may compute the sum of a piece of a batch: padded to a constant size or, if
             the strategy is coupled, of the captured size.
+        is_traceable: whether `clipped_sum` may be traced into one graph (engine/tracing.py).
         needs_outputs: whether it needs the model's outputs, by `sum_at_outputs`.
         draws: whether it draws random numbers from `secret`, which the engine sets for each piece of a batch.
         parts: the parts of the last release with their noise. The engine sets them before `learn`.
@@ -97,6 +98,7 @@ class Clipper(ABC):
     arithmetic: Arithmetic = IEEE
     lasts: float = math.inf
     is_capturable: bool = True
+    is_traceable: bool = True
     needs_outputs: bool = False
     draws: bool = False
     secret: bytes = b""

@@ -46,10 +46,10 @@ class PerExample(VectorClipping):
         split: how the noise is divided over several parts: "optimal", "equal", or a weight for each part.
         mode: "clip" scales gradients down to norm C, nu = min(1, C / n); "normalize" scales every gradient to about C,
             nu = C / (n + 0.01 C).
-        method: how per-example gradients are computed. "bookkeeping": one backward pass (the book-keeping form of
-            ghost clipping); "reweight": two backward passes, with less memory; "instantiate": one pass, per-example
-            gradients are materialized; "vmap": one batched pass; "loop": one pass per example, the reference; "auto"
-            chooses. All give the same sum.
+        method: how per-example gradients are computed. All methods give the same sum. "auto" chooses between the first
+            two by the free memory. "bookkeeping": one backward pass (the book-keeping form of ghost clipping).
+            "reweight": two backward passes, with less memory. "instantiate": one pass, per-example gradients are
+            materialized. "vmap": one batched pass. "loop": one pass per example, the reference.
         matmul_precision: the arithmetic of norms and sums. "ieee"; "tf32": TensorFloat-32 on CUDA; "auto": TF32 if
             `torch.set_float32_matmul_precision` allows it when `make_private` is called.
         sparse: `Sparse(...)` freezes converged entries. It requires method "instantiate" (the choice of "auto"),

@@ -1,6 +1,6 @@
 """The ledger of a run over several ranks.
 
-Rank 0 has the ledger. It makes a charge durable and only then tells the other ranks, so no rank computes a noised value
+Rank 0 has the ledger. It makes a charge durable and then notifies the other ranks, so no rank computes a noised value
 that is not on disk. Every other rank has a copy in memory, which counts the same releases: its statement is the same.
 """
 

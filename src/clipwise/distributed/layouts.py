@@ -1,4 +1,4 @@
-"""How a model lies over the ranks, and which layouts are refused.
+"""How a model is divided among the ranks, and which layouts are refused.
 
 clipwise takes gradients from the autograd graph. Parameters get no `.grad` in the backward pass, so neither DDP's
 reducer nor FSDP2's reduce-scatter runs. The layout reduces the clipped sums instead, after the clip and before the

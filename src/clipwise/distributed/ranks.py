@@ -1,9 +1,9 @@
 """The ranks of a private run and the messages between them.
 
-All messages are one collective, `exchange`: every rank names its phase and adds a note. So ranks that are at different
-places of the training loop are found at the next message, and a rank that fails can be named. Messages use a gloo group
+All messages are one collective, `exchange`: every rank sends the name of its phase and a note. So the next message
+detects ranks that are at different places of the training loop, and names a rank that fails. Messages use a gloo group
 of the run, with its own timeout. A rank that fails writes its reason to the store of torch.distributed, where waiting
-ranks look for it.
+ranks read it.
 
 Data collectives (distributed/sums.py, and the all-gathers of FSDP2) start only after a message, so a rank that is
 missing is found by the message and not by a collective of the device.
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 600.0  # seconds
-_LOOK_EVERY = 0.25  # seconds between looks for the failure of another rank
+_LOOK_EVERY = 0.25  # seconds between checks for the failure of another rank
 _LONGEST_PAUSE = 0.002
 _PHASES = {  # what a rank does, for messages
     "set-up": "sets up its private run",

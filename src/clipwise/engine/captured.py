@@ -27,15 +27,15 @@ from torch import Tensor, nn
 
 from clipwise.engine import cuda_graphs, step
 from clipwise.engine.context import StepContext
+from clipwise.engine.pieces import FixedRows, count_of, pieces_of
 from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
 from clipwise.noise.mechanism import noise_labels, noised_by_part
 from clipwise.noise.release import Draw, in_order_of, laid_as
-from clipwise.sampling.batch_structure import map_tensors, tensors_in
-from clipwise.validation import step_inputs
 
 if TYPE_CHECKING:
+    from clipwise.engine.traced_sum import TracedSum
     from clipwise.sampling.loader import Piece
 
 _SUM_TYPES = (torch.float32, torch.float64)
@@ -48,22 +48,28 @@ class Captured:
         bounds: the noise and the clips at capture.
     """
 
-    def __init__(self, context: StepContext, loss: Callable[..., Tensor], size: int, batch: Sequence[Any]) -> None:
-        self._context, self._loss, self._size = context, loss, size
+    def __init__(
+        self,
+        context: StepContext,
+        loss: Callable[..., Tensor],
+        size: int,
+        batch: Sequence[Any],
+        traced: TracedSum | None = None,
+    ) -> None:
+        """`traced`: computes the sum of a piece in the first graph. Without it, eager operations do."""
+        self._context, self._loss, self._size, self._traced = context, loss, size, traced
         self.bounds = bounds_of(context)
         self._is_coupled = context.strategy.is_coupled
-        if self._is_coupled:
-            self._size = count_of(batch)  # microbatches are neither cut nor padded
+        if traced is not None:
+            self._size = traced.rows.size
+        elif self._is_coupled:
+            self._size = count_of(batch)  # microbatches are neither cut nor padded, and have one view
         parameters = list(context.parameters.values())
         self._device = parameters[0].device
         if any(p.device != self._device for p in parameters):
             raise RuntimeError("the parameters are on several devices")
-        if not _is_all_tensors(batch):
-            raise RuntimeError("the batch holds values that are not tensors")
-        self._state = _state_of(context.model)
-        first = torch.arange(self._size, device=self._device) % count_of(batch)
-        self._inputs = map_tensors(lambda t: _rows(t, first), tuple(batch))
-        self._real_B = torch.ones(self._size, dtype=torch.bool, device=self._device)
+        self._state = state_of(context.model)
+        self._rows = FixedRows(batch, self._size, context.views, self._device) if traced is None else traced.rows
         # The sums of the batch so far, in the memory of the first graph.
         self._sums: list[Tensor] = []
         self._holds_any = False
@@ -107,7 +113,7 @@ class Captured:
                 "Clips were changed between two pieces of a batch: change them between batches, after a step that "
                 "returned True."
             )
-        if _state_of(context.model) != self._state:
+        if state_of(context.model) != self._state:
             raise StepError(
                 "The model was changed after its step was captured (train() or eval(), requires_grad, a parameter "
                 "or a buffer was moved): call private.compiled again."
@@ -153,30 +159,20 @@ class Captured:
 
     def _gather_piece(self) -> None:
         """Forward, backward, clip: the first graph."""
-        with self._context.clipper.putting_aside() as aside:
-            losses = step_inputs.require_losses(self._loss(*self._inputs), self._size, self._is_coupled)
-            real_B = None if self._is_coupled else self._real_B
-            clipped = self._context.clipper.clipped_sum(losses, real_B)
+        happened: Tensor | None
+        if self._traced is not None:
+            clipped, happened = self._traced.run()
+        else:
+            clipped, happened = step.padded_rows(self._context, self._loss, self._rows.batch, self._rows.real_B)
         self._sums = self._in_order(clipped)
-        happened = aside.happened()
         if happened is not None:
             self._rare.logical_or_(happened)
-
-    def _fill(self, rows: Sequence[Any], count: int) -> None:
-        """Copy rows into the graph's inputs; pad with repeated rows of weight 0."""
-        if count < self._size:
-            again = torch.arange(self._size, device=self._device) % count
-            rows = map_tensors(lambda t: _rows(t, again), rows)
-        for own, given in zip(tensors_in(self._inputs), tensors_in(rows), strict=True):
-            own.copy_(given.detach())
-        self._real_B.fill_(True)
-        self._real_B[count:] = False
 
     def _add(self, rows: Sequence[Any], count: int) -> None:
         """Gather some rows of a batch: by the graph if shapes, dtypes and microbatch size match, else eagerly."""
         earlier = [t.clone() for t in self._sums] if self._holds_any else None
-        if kinds_of(rows) == kinds_of(self._inputs) and (not self._is_coupled or count == self._size):
-            self._fill(rows, count)
+        if self._rows.matches(rows) and (not self._is_coupled or count == self._size):
+            self._rows.fill(rows, count)
             self._gather.replay()
         else:
             torch._foreach_copy_(self._sums, self._eager_sum(rows))
@@ -201,7 +197,9 @@ class Captured:
 
     def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
         """Cut a piece to the size of the graph. A microbatch is not cut."""
-        return pieces_of(batch, count, max(count, self._size) if self._is_coupled else self._size)
+        views, size = self._context.views, max(count, self._size) if self._is_coupled else self._size
+        for rows, length in pieces_of(batch, count * views, size * views):
+            yield rows, length // views
 
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
         found = []
@@ -264,49 +262,12 @@ class Captured:
         return draw
 
 
-def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:
-    """The rows of a batch, at most `size` at a time."""
-    if count <= size:
-        if count:
-            yield batch, count
-        return
-    for start in range(0, count, size):
-        end = min(start + size, count)
-        yield map_tensors(lambda t, s=start, e=end: t[s:e] if t.dim() else t, batch), end - start  # type: ignore[misc]
-
-
-def count_of(batch: Sequence[Any]) -> int:
-    """The number of examples of a batch."""
-    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
-
-
-def kinds_of(value: Any) -> object:
-    """The structure of a batch, with the row shape and dtype of each tensor."""
-    if isinstance(value, Tensor):
-        return value.dim(), value.shape[1:], value.dtype
-    if isinstance(value, Mapping):
-        return [(key, kinds_of(member)) for key, member in value.items()]
-    return [kinds_of(member) for member in value] if isinstance(value, (list, tuple)) else type(value)
-
-
 def bounds_of(context: StepContext) -> tuple[object, ...]:
     """The noise and the clips: different clips may have the same noise."""
     return context.parts, context.clipper.clips()
 
 
-def _rows(t: Tensor, rows: Tensor) -> Tensor:
-    """These rows of a tensor, detached."""
-    return t.detach()[rows] if t.dim() else t.detach().clone()
-
-
-def _is_all_tensors(value: Any) -> bool:
-    """Whether a batch holds only tensors and None: any other value would be a constant of the graph."""
-    if isinstance(value, (list, tuple, Mapping)):
-        return all(map(_is_all_tensors, value.values() if isinstance(value, Mapping) else value))
-    return value is None or isinstance(value, Tensor)
-
-
-def _state_of(model: nn.Module) -> list[object]:
+def state_of(model: nn.Module) -> list[object]:
     """What a captured graph assumes constant: modes, memory addresses and `requires_grad`."""
     found: list[object] = []
     for module in model.modules():

@@ -1,15 +1,22 @@
-"""CompiledStep: chooses between a private step captured as CUDA graphs (captured.py) and an eager step.
+"""CompiledStep: chooses between a private step as a compiled graph and an eager step.
 
-The first steps are eager, with all checks of the model and the losses. So is one step in every few hundred, and every
-step that cannot be captured. Both kinds use the pipeline of step.py.
+    traced by Inductor   forward to weighted sums in one graph (traced_sum.py), on CUDA inside of a CUDA graph
+    captured             the same operations as in an eager step, replayed from CUDA graphs (captured.py)
+    eager                everything else
+
+The first steps are eager, with all checks of the model and the losses. So is one step in every few hundred. A form that
+is not possible falls back to the next one, with a warning that names the reason. All use the pipeline of step.py.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +24,19 @@ import torch
 from torch import Tensor
 
 from clipwise.engine import step
-from clipwise.engine.captured import Captured, bounds_of, count_of, kinds_of, pieces_of
+from clipwise.engine.captured import Captured, bounds_of
 from clipwise.engine.context import StepContext
 from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.errors import ConfigurationError
+from clipwise.engine.pieces import count_of, kinds_of, pieces_of
+from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
 from clipwise.validation import step_inputs
-from clipwise.validation.arguments import whole
+from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
+from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:
+    from clipwise.engine.traced_sum import TracedStep, TracedSum
     from clipwise.sampling.loader import Piece
     from clipwise.validation.replacement import Arrange
 
@@ -38,16 +48,22 @@ _LOOK_AGAIN_AFTER = 256  # replayed steps, then an eager one
 _ATTEMPTS = 3
 _LASTING = 32  # releases for which bounds must stay constant to make a capture worthwhile
 _SPREADS = 3.0  # standard deviations above the mean, which one Poisson draw in 700 exceeds
+_WORTHWHILE = 60.0  # seconds in eager steps on a CPU, about the time to compile, after which compiling pays
+
+BACKENDS = ("auto", "inductor", "aot_eager", "cudagraphs", "eager")
+_TRACED = ("inductor", "aot_eager")
+
+_log = logging.getLogger("clipwise")
 
 
 class CaptureWarning(UserWarning):
-    """A step cannot be captured, so it runs as an eager step, at the speed of one."""
+    """A step cannot be compiled in the best form, so it runs in another one, which is slower."""
 
 
 class CompiledStep:
     """`step(*batch)`: a faster `private.step(loss(*batch))`. Made by `private.compiled`."""
 
-    def __init__(self, context: StepContext, loss: Loss, size: int | None = None) -> None:
+    def __init__(self, context: StepContext, loss: Loss, size: int | None = None, backend: str = "auto") -> None:
         if not callable(loss):
             raise ConfigurationError(
                 "loss must be a function from a batch to one loss per example, such as "
@@ -58,19 +74,30 @@ class CompiledStep:
                 "private.compiled cannot pass the model's outputs, which this strategy needs: call "
                 "private.step(losses, outputs=outputs)."
             )
-        self._context, self._loss = context, loss
+        self._context = context
+        self._loss = loss if context.strategy.is_coupled else uncompiled_loss(loss)
         self._size = _piece_size(context) if size is None else whole("size", size, least=_SMALLEST)
+        self._backend = one_of("backend", backend, BACKENDS)
         self._device = next(iter(context.parameters.values())).device
         # Tested elsewhere, or needs no test.
         is_tested = loss is context.plan.loss or context.strategy.is_coupled or context.layout.splits_gradients
         self._test = None if is_tested else context.plan_test(loss)
         self._eager = 0
+        self._eager_seconds = 0.0
         self._replayed = 0
         self._attempts = 0
         self._largest = 0  # piece so far
         self._is_replaying = False
-        self._captured: Captured | None = None
-        self._stays_eager = not (_is_constant(context) and _can_capture(self._device))
+        self._traced: TracedSum | None = None
+        self._captured: Captured | TracedStep | None = None
+        is_constant = _is_constant(context) and backend != "eager"
+        self._captures = is_constant and _can_capture(self._device)
+        is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
+        self._traces = is_constant and context.clipper.is_traceable and is_wanted
+
+    @property
+    def _stays_eager(self) -> bool:
+        return not (self._captures or self._traces)
 
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
@@ -84,12 +111,19 @@ class CompiledStep:
         batch = map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
         if piece.index_in_batch == 0:
             self._is_replaying = self._may_replay(batch)
-        if self._captured is None or not self._is_replaying:
+        with nullcontext() if self._traced is None else self._traced.drawing(piece):
+            if self._captured is not None and self._is_replaying:
+                self._replayed += 1
+                return self._captured.step(map_tensors(plain, batch), piece)
             self._eager += piece.size >= _SMALLEST
             self._largest = max(self._largest, piece.size)
-            return self._eager_step(batch, piece)
-        self._replayed += 1
-        return self._captured.step(map_tensors(plain, batch), piece)
+            if self._traced is not None and not self._traced.is_trusted:
+                self._compare(map_tensors(plain, batch), piece.size)
+            begin = time.perf_counter()
+            try:
+                return self._eager_step(batch, piece)
+            finally:
+                self._eager_seconds += time.perf_counter() - begin
 
     def _arrangements(self, batch: tuple[Any, ...], piece: Piece) -> Sequence[Arrange]:
         """Functions that collate the records again, if the loss gets the batch unchanged."""
@@ -126,13 +160,14 @@ class CompiledStep:
         return total
 
     def _may_replay(self, batch: Sequence[Any]) -> bool:
-        """At the beginning of a batch: whether to replay the graphs. Captures them if the first steps are done."""
+        """At the beginning of a batch: whether to replay. Traces and captures if the first steps are done."""
+        if self._is_outdated():
+            self._traced = self._captured = None
+            self._eager = self._attempts = 0
+            return False
         if self._captured is None:
             if self._eager >= _EAGER_STEPS and not self._stays_eager and self._is_examined():
-                self._capture(map_tensors(plain, batch))
-            return True
-        if self._captured.bounds != bounds_of(self._context):
-            self._captured, self._eager, self._attempts = None, 0, 0  # clips or noise have changed
+                self._prepare(map_tensors(plain, batch))
             return True
         if self._replayed < _LOOK_AGAIN_AFTER:
             return True
@@ -140,30 +175,95 @@ class CompiledStep:
         self._context.clipper.look_again()
         return False
 
+    def _is_outdated(self) -> bool:
+        """Whether clips or noise have changed, or what a graph that is not inside of a CUDA graph assumes constant."""
+        held = self._traced if self._captured is None else self._captured
+        if held is None:
+            return False
+        in_cuda_graph = isinstance(self._captured, Captured)
+        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
+        return is_changed or held.bounds != bounds_of(self._context)
+
     def _is_examined(self) -> bool:
         """Whether the independence probe is done: it cannot examine replayed steps."""
         probe = self._context.independence
         return probe is None or probe.is_settled
 
-    def _capture(self, batch: Sequence[Any]) -> None:
-        """Capture the step, or warn with the reason why it cannot be captured."""
+    def _prepare(self, batch: Sequence[Any]) -> None:
+        """Trace, or capture, with the shapes of this batch."""
         least = self._largest if self._context.strategy.is_coupled else 1
         if count_of(batch) < least:
             return  # empty, or a microbatch smaller than an earlier one: try again with the next batch
+        if self._traces and self._traced is None and self._is_worthwhile():
+            self._trace(batch)
+            if self._traces and self._traced is None:
+                return  # it is tried again with the next batch
+        if self._traced is not None and not self._traced.is_trusted:
+            return  # the next eager steps are compared with it
+        if self._captures:
+            self._capture(batch)
+        elif self._traced is not None:
+            from clipwise.engine.traced_sum import TracedStep
+
+            self._captured = TracedStep(self._context, self._traced)
+
+    def _is_worthwhile(self) -> bool:
+        """On a CPU, where compiling takes as long as many steps: whether the eager steps have taken as long."""
+        return self._backend != "auto" or self._device.type != "cpu" or self._eager_seconds > _WORTHWHILE
+
+    def _trace(self, batch: Sequence[Any]) -> None:
+        """Trace and compile the bounded sum of a piece, or warn with the reason why that is not possible."""
+        from clipwise.engine.traced_sum import TracedSum  # imports torch's compilers, which takes seconds
+        from clipwise.engine.tracing import TraceError
+
+        size = count_of(batch) if self._context.strategy.is_coupled else self._size
         self._attempts += 1
         try:
-            self._captured = Captured(self._context, self._loss, self._size, batch)
+            self._traced = TracedSum(self._context, self._loss, size, batch, self._backend == "aot_eager")
+            self._attempts = 0
+        except TraceError as error:
+            if self._attempts >= _ATTEMPTS:
+                self._give_up_tracing(str(error))
+        except ClipwiseError:  # of the eager passes before the trace
+            raise
+        except Exception as error:  # any error of a compiler: eager steps of the same code have succeeded
+            self._give_up_tracing(str(error))
+
+    def _compare(self, batch: Sequence[Any], count: int) -> None:
+        """Compare the traced sum with the eager one, on a batch that is drawn and not used yet."""
+        traced = self._traced
+        assert traced is not None
+        problem = traced.compare(batch, count)
+        self._context.guard.before_step()  # checks the passes above
+        if problem is not None:
+            self._give_up_tracing(problem)
+        elif self._device.type == "cpu" and self._backend == "auto" and traced.slower > 1:
+            self._traced, self._traces = None, False
+            _log.info("The compiled step is not faster than the eager one, which is used.")
+
+    def _give_up_tracing(self, reason: str) -> None:
+        self._traced, self._traces, self._attempts = None, False, 0
+        then = "is captured without" if self._captures else "runs eagerly"
+        self._warn(f"This step cannot be compiled by Inductor, so it {then}: ", reason)
+
+    def _capture(self, batch: Sequence[Any]) -> None:
+        """Capture the step, or warn with the reason why it cannot be captured."""
+        self._attempts += 1
+        try:
+            self._captured = Captured(self._context, self._loss, self._size, batch, self._traced)
         except (RuntimeError, NotImplementedError) as error:
             if self._attempts < _ATTEMPTS:
                 return
-            self._stays_eager = True
-            # Torch's messages may hold sizes of the batch, which are secret.
-            reason = re.sub(r"\d+", "#", str(error).strip().partition("\n")[0])
-            warnings.warn(
-                f"This step cannot be captured in a CUDA graph, so it runs eagerly: {reason}",
-                CaptureWarning,
-                stacklevel=3,
-            )
+            self._captures = False
+            if self._traced is None:
+                self._warn("This step cannot be captured in a CUDA graph, so it runs eagerly: ", str(error))
+            else:
+                self._warn("This step cannot be captured in a CUDA graph, so it is compiled without one: ", str(error))
+
+    def _warn(self, what: str, error: str) -> None:
+        """Torch's messages may hold sizes of the batch, which are secret."""
+        reason = re.sub(r"\d+", "#", error.strip().partition("\n")[0])
+        warnings.warn(what + reason, CaptureWarning, stacklevel=6)
 
 
 def _is_constant(context: StepContext) -> bool:
@@ -176,9 +276,9 @@ def _is_constant(context: StepContext) -> bool:
         and not clipper.draws
         # The host draws secure noise.
         and not any(part.grid for part in context.parts)
-        # Public statistics depend on the weights, and padding supports one row per example.
+        # Public statistics depend on the weights, and a padded microbatch would not be the same.
         and plan.public_statistics is None
-        and context.views == 1
+        and (context.views == 1 or not context.strategy.is_coupled)
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
         and plan.ranks.count == 1
@@ -189,6 +289,13 @@ def _is_constant(context: StepContext) -> bool:
 
 def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _can_compile(device: torch.device) -> bool:
+    """Whether "auto" compiles. On CUDA it captures: there Inductor's form is not measured yet and must be asked for."""
+    from clipwise.engine import inductor
+
+    return device.type != "cuda" and inductor.is_available(device.type)
 
 
 def _piece_size(context: StepContext) -> int:

@@ -40,7 +40,7 @@ class StepContext:
         tag: the name under which the run charges the ledger.
         keys: the secrets of the coming steps.
         ranks: the processes of the run.
-        layout: how the model lies over them.
+        layout: how the model is divided among them.
         weights: verifies that only releases change the model.
         guard: checks around a step that the model did not change in a way that breaks the bound.
         loop: warnings about the user's training loop.

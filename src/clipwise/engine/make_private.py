@@ -44,6 +44,7 @@ from clipwise.validation import step_inputs
 from clipwise.validation.arguments import number, plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart
 from clipwise.validation.training_loop import changed_since_last_run, require_process_group
+from clipwise.validation.uncompiled import uncompiled
 
 
 def _views_name(value: object) -> str:
@@ -155,6 +156,8 @@ def make_private(
     if rank_timeout is not None:
         rank_timeout = number("rank_timeout", rank_timeout, above=0)
     ranks = ranks_of_process(rank_timeout)
+    if isinstance(model, nn.Module) and not (isinstance(clipping, Strategy) and clipping.is_coupled):
+        model = uncompiled(model)
     layout = layout_of(model, optimizer, ranks)
     model = layout.model
     set_up.require_equal_model(ranks, model)

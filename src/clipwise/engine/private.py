@@ -132,28 +132,33 @@ class Private:
             context.loop.draws_from_key = True
             yield
 
-    def compiled(self, loss: Loss | None = None, size: int | None = None) -> CompiledStep:
-        """A step that is captured once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
+    def compiled(self, loss: Loss | None = None, size: int | None = None, backend: str = "auto") -> CompiledStep:
+        """A step that is compiled once and replayed: `step(*batch)` in place of `step(loss(*batch))`.
 
         A batch that is a mapping is one argument: `step(batch)` in place of `step(loss(batch))`.
 
-        On CUDA, forward, backward, clipping, noise and update run as CUDA graphs after the first few steps, so the
-        Python overhead of small models disappears. On other devices, and where a step cannot be captured (a warning
-        gives the reason), it takes eager steps. The result is the same.
+        On a CPU, forward, backward and clipping are traced into one graph, which Inductor compiles. On CUDA the
+        operations of a step are captured in CUDA graphs, with noise and update; `backend="inductor"` compiles them
+        first. What cannot be traced is captured as it is, and what cannot be captured takes eager steps; a warning
+        gives the reason. The result is the same up to rounding.
 
         Args:
             loss: a function from a batch of `loader`, `loss(*batch)`, to one loss per example. It must do the same at
-                every step: a captured step does not run its Python code again. By default the loss given to
+                every step: a compiled step does not run its Python code again. By default the loss given to
                 `make_private`. The replacement test runs it on the first batches.
-            size: the number of examples of a captured step. A larger batch is cut into pieces; a smaller one is padded
+            size: the number of examples of a compiled step. A larger batch is cut into pieces; a smaller one is padded
                 with rows of weight 0. By default the batch size where it is constant, else the expected batch size
                 plus 3 standard deviations. Microbatches of `Batch` are never cut.
+            backend: "auto": capture on CUDA; on a CPU, compile once eager steps have taken a minute, and keep what is
+                faster. "inductor": compile at once, on a CPU or on CUDA, where it is not measured yet. "cudagraphs":
+                capture eager operations in CUDA graphs, without Inductor. "aot_eager": trace, and run the traced
+                operations one by one (for debugging). "eager": compile nothing.
         """
         self._context.require_no_local_update("private.compiled")
         loss = self._context.plan.loss if loss is None else loss
         if loss is None:
             raise ConfigurationError("private.compiled needs a loss: give it here, or as make_private(..., loss=...).")
-        return CompiledStep(self._context, loss, size)
+        return CompiledStep(self._context, loss, size, backend)
 
     # ------------------------------------------------------------ privacy spent
 

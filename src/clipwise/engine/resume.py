@@ -138,7 +138,7 @@ def close(context: StepContext, error: BaseException | None) -> None:
 
 
 def _close_together(context: StepContext) -> None:
-    """Write the secrets of the next step on rank 0, with the digest of a model that may lie over all ranks."""
+    """Write the secrets of the next step on rank 0, with the digest of a model that may be divided among the ranks."""
     ranks, file = context.ranks, context.plan.resume_file
     if not ranks.is_broken:
         ranks.exchange("close")

@@ -165,6 +165,20 @@ def clipped_rows(
     return context.clipper.clipped_sum(losses)
 
 
+def padded_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], real_B: Tensor
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`clipped_rows` for rows of which some are padding, without waiting for the device.
+
+    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
+    """
+    is_coupled, size = context.strategy.is_coupled, len(real_B)
+    with context.clipper.putting_aside() as aside:
+        losses = step_inputs.require_losses(over_views(context, loss(*rows), size), size, is_coupled)
+        clipped = context.clipper.clipped_sum(losses, None if is_coupled else real_B)
+    return clipped, aside.happened()
+
+
 def begin(context: StepContext, piece: Piece) -> None:
     """The checks before a piece of a batch is used."""
     weights = context.weights

@@ -68,10 +68,10 @@ TURNS = frozenset({"PermuteBackward0", "TransposeBackward0"})
 COMPILED = "CompiledFunctionBackward"  # the node of a compiled region
 REENTRANT = "CheckpointFunctionBackward"  # of a checkpoint with use_reentrant=True
 REFUSALS = {
-    COMPILED: "A part of the model or of the loss was compiled with torch.compile. Its backward pass is one unit, in "
-    "which per-example gradients are not accessible. Train the model without torch.compile: "
-    "private.compiled(loss) captures the whole private step on CUDA. A compiled copy may be used for evaluation, and "
-    "Batch(max_norm=...) takes compiled models.",
+    COMPILED: "A part of the model or of the loss was compiled with torch.compile, and make_private did not see it. "
+    "Its backward pass is one unit, in which per-example gradients are not accessible. Give make_private the compiled "
+    "model, which then runs uncompiled where gradients are needed, or compute the losses without torch.compile. "
+    "private.compiled(loss) compiles the whole private step. Batch(max_norm=...) takes compiled models.",
     REENTRANT: "Reentrant activation checkpointing hides the parameters inside it. Call "
     "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) instead.",
 }

@@ -51,12 +51,17 @@ _UNCHANGED = nullcontext()
 
 @contextmanager
 def _turned(matrices: str, convolutions: str) -> Iterator[None]:
+    with without_autocast(), _matrix_products(matrices), _convolutions(convolutions):
+        yield
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """A block without autocast."""
     with ExitStack() as stack:
         for device in _AUTOCAST:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(_matrix_products(matrices))
-        stack.enter_context(_convolutions(convolutions))
         yield
 
 

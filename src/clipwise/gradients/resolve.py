@@ -19,6 +19,7 @@ from clipwise.gradients.outline import ROW_MOVERS, Outline, Plan
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
+from clipwise.kernels.tracing import is_tracing
 
 Place = tuple[int, int]  # index and output of a use
 
@@ -125,9 +126,10 @@ class Resolver:
         finding = self.findings.get(graph.outline)
         if graph.outline.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
-        finding.used += 1
-        if finding.used % _PROBE_AGAIN_AFTER == 0:
-            return None
+        if not is_tracing():
+            finding.used += 1
+            if finding.used % _PROBE_AGAIN_AFTER == 0:
+                return None
         if not graph.uses or graph.plan is not finding.plan:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
@@ -146,6 +148,13 @@ class Resolver:
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
+        if is_tracing():
+            raise UnsupportedModelError(
+                "the layout of the examples is measured in every batch, because the data can move rows (an index, a "
+                "sort, a gather)"
+                if graph.outline.moves_rows
+                else "the graph of the losses is not one of those of the steps before"
+            )
         prober = Prober(graph)
         carries_data: dict[int, bool] = {}
         dead: set[int] = set()  # any answer is right on this batch, and none is stored

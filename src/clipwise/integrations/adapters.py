@@ -1,6 +1,6 @@
 """Checks and options for models with adapters of PEFT. They work in every loop and need no import of PEFT.
 
-An adapter that is frozen, disabled or merged is not trained, and nothing in the losses shows it. Noise moves every
+An adapter that is frozen, disabled or merged is not trained, and the losses do not show it. Noise moves every
 parameter that a run trains, so a parameter that kept its exact value got no release.
 """
 

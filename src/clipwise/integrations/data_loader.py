@@ -1,7 +1,7 @@
 """The arguments of `make_private` that a `torch.utils.data.DataLoader` holds.
 
-A private run draws its own batches. What the `DataLoader` says about drawing them otherwise is refused, because the
-accounted event would not be the one that ran.
+A private run draws its own batches. Options of the `DataLoader` that would draw them in another way are refused,
+because the accounted event would not be the one that ran.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from clipwise.errors import ConfigurationError, StepError
 class PrivateFedAvg(Strategy):  # type: ignore[misc]
     """Federated averaging whose global models are private, with a client as the unit of privacy.
 
-    A round is one step of a private run: each client takes part with probability `sample_rate`, its change of the
-    weights is clipped to `max_norm`, and the noised sum is divided by the expected number of clients in a round. A
-    client that fails or does not answer contributes 0.
+    A round is one step of a private run. Each client takes part with probability `sample_rate`, and its change of the
+    weights is clipped to `max_norm`. The noised sum is divided by the expected number of clients in a round. A client
+    that fails or does not answer contributes 0.
 
     Every client has the same weight: the number of its examples is private. Metrics that clients return are discarded
     and clients do not evaluate, since their numbers are not noised. `evaluate_fn` of `start` runs on the server: give
@@ -37,8 +37,8 @@ class PrivateFedAvg(Strategy):  # type: ignore[misc]
         model: the global model. `start` loads `initial_arrays` into it.
         clients: the number of clients, which is public. `start` waits until as many nodes are connected.
         max_norm: the clipping norm of the change that one client returns.
-        optimizer: a function from parameters to the optimizer of the server, which gets minus the mean change as its
-            gradient; by default SGD with learning rate 1, which is federated averaging.
+        optimizer: a function from parameters to the optimizer of the server. Its gradient is minus the mean change. The
+            default is SGD with learning rate 1, which is federated averaging.
         arrayrecord_key, configrecord_key: the keys of the message that clients get, as in Flower's strategies.
         options: further arguments of `clipwise.make_private`: `sample_rate` or `batch_size` (of clients in a round),
             `epsilon` and `delta` or `noise_multiplier`, `ledger`, and others. By default `steps` is the number of

@@ -28,15 +28,18 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from clipwise.kernels.tracing import is_tracing
+
 __all__ = ["usable"]
 
 
 def usable(t: Tensor) -> bool:
     """Whether Triton supports this tensor: triton is installed, and the tensor is on a GPU of sm_80 or later.
 
-    With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, which also takes tensors on the CPU.
+    With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, which also takes tensors on the CPU. While a step
+    is traced no kernel runs: the compiler makes its own from the twin.
     """
-    if not _has_triton():
+    if not _has_triton() or is_tracing():
         return False
     if t.device.type == "cuda":
         return _has_tensor_cores(t.device)

@@ -173,7 +173,12 @@ def _first_block(T: int) -> int:
 
 def _is_same(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors are the same view of the same memory."""
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    return _place(x) == _place(y)
+
+
+def _place(x: Tensor) -> tuple[object, ...]:
+    """(Not by `data_ptr`, which traced tensors do not have.)"""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype
 
 
 def _chunk(m: int) -> int:

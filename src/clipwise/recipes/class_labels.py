@@ -24,12 +24,9 @@ def require_labels(labels: Sequence[str]) -> tuple[str, ...]:
     """The labels, if they are two or more different texts."""
     given = tuple(str(label) for label in labels)
     if len(given) < 2:
-        raise ConfigurationError(
-            "labels: a model chooses between two or more labels, and there are fewer: give them with --labels, or a "
-            "sub-folder for each class."
-        )
+        raise ConfigurationError("labels: at least two are needed, such as two sub-folders or two values of --labels.")
     if len(set(given)) < len(given):
-        raise ConfigurationError("labels: a label is given twice.")
+        raise ConfigurationError("labels: give each label once.")
     return given
 
 

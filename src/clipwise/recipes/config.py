@@ -1,6 +1,6 @@
 """What a user chooses for `clipwise train`: by flags, or by a configuration file, which a run also writes.
 
-A file has the sections of a run's config.toml, so that file can be given again. What a run only records there, such as
+A file has the sections of a run's config.toml, so that file can be used again. What a run only records there, such as
 its noise, is skipped when the file is read.
 """
 
@@ -35,7 +35,7 @@ class Choices:
         schema: a schema file, which declares ranges and categories.
         task: "classification" or "regression", for a table; by default from noised counts.
         encoding: of text in files; by default UTF-8.
-        balanced: weight the classes of a table against their frequencies.
+        balanced: weight each class of a table by the inverse of its frequency.
         image_size: the side of square images, in pixels; by default 32 for image files, and that of arrays, at most 64.
         grey: drop the colours of images.
         data_kind: "table", "images", "text" or "function"; by default from the path.

@@ -141,7 +141,9 @@ class NoisedCounts:
 
     def _require_possible(self, histograms: Mapping[str, object], strings: Mapping[str, object]) -> None:
         if self._used:
-            raise ConfigurationError("NoisedCounts.release is possible once: make another NoisedCounts, and charge it.")
+            raise ConfigurationError(
+                "NoisedCounts.release was called before: make a new NoisedCounts, which is charged as well."
+            )
         if not histograms and not strings:
             raise ConfigurationError("histograms and strings are both empty: there is nothing to release.")
         if both := sorted(set(histograms) & set(strings)):

@@ -1,4 +1,4 @@
-"""`clipwise train --dry-run`: what a run would do and cost. It looks at no record, and writes nothing."""
+"""`clipwise train --dry-run`: what a run would do and cost. It reads no record and writes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Estimate:
 
 
 def estimate(plan: Plan) -> Estimate:
-    """Describe a planned run, with time and memory of a step on made-up rows."""
+    """Describe a planned run, with time and memory of a step on synthetic rows."""
     settings = plan.settings
     values: dict[str, Any] = {
         "rows": len(plan.source),
@@ -108,7 +108,7 @@ def _time_and_memory(plan: Plan, encoder: Encoder, model: nn.Module, values: dic
     total = seconds * plan.steps
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min"
     return [
-        ("time", f"about {took}: {1000 * seconds:.3g} ms for a step on made-up rows"),
+        ("time", f"about {took}: {1000 * seconds:.3g} ms for a step on synthetic rows"),
         ("memory", f"about {megabytes:.0f} MB of {'GPU' if next(model.parameters()).is_cuda else 'main'} memory"),
     ]
 
@@ -116,7 +116,7 @@ def _time_and_memory(plan: Plan, encoder: Encoder, model: nn.Module, values: dic
 def _timed(
     settings: Settings, encoder: Encoder, model: nn.Module, data: TensorDataset, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of a step, and the peak of memory in megabytes, on made-up rows that all are in each batch."""
+    """Seconds of a step, and the peak of memory in megabytes, on synthetic rows that are all in each batch."""
     loss = batch_loss(encoder, model)
     best = float("inf")
     with make_private(

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Interrupts:
-    """While it is entered, the first Ctrl-C only sets `requested`. A second one raises KeyboardInterrupt.
+    """Within this context the first Ctrl-C only sets `requested`. A second one raises KeyboardInterrupt.
 
     Args:
         notice: called at the first Ctrl-C.

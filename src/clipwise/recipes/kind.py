@@ -59,7 +59,7 @@ class Settings:
 
 
 class Source(ABC):
-    """Records on disk, opened but not looked at. Indices are positions in the file or in the sorted list of files.
+    """Records on disk. Opening them reads no record. Indices are positions in the file or in the sorted list of files.
 
     Attributes:
         kind: "table", "images", "text" or "function".
@@ -140,7 +140,7 @@ class Encoder(ABC):
         """A model with new weights."""
 
     def synthetic(self, rows: int) -> TensorDataset | None:
-        """Made-up rows with the shapes of `encode`, for estimates of time and memory; None if there are none."""
+        """Synthetic rows with the shapes of `encode`, for estimates of time and memory; None if there are none."""
         return None
 
     def groups(self, source: Source, column: str, rows: np.ndarray | None) -> tuple[tuple[str, ...], np.ndarray]:

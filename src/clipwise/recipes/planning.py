@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan_of(choices: Choices, source: Source | None = None) -> Plan:
-    """Fix everything that the privacy of a run depends on. Looks at no record. `source` is by default opened here."""
+    """Fix everything that the privacy of a run depends on. Reads no record. `source` is by default opened here."""
     source = open_source(choices) if source is None else source
     if choices.epsilon is None:
         raise ConfigurationError(

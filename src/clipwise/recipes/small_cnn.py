@@ -8,10 +8,10 @@ from torch import nn
 def small_cnn(classes: int = 10, *, image_size: int = 8, width: int = 16) -> nn.Sequential:
     """Two convolutions with tanh, then a linear layer.
 
-    It suits private training: tanh has bounded outputs, so gradients of different examples have similar norms and
-    clipping distorts them less (Papernot et al. 2021); there are few parameters, each of which gets noise; and there
-    is no batch normalization, which mixes examples. Instead, each image is normalized to mean 0 and variance 1 by
-    its own pixels.
+    It suits private training for three reasons. The outputs of tanh are bounded, so gradients of different examples
+    have similar norms and clipping distorts them less (Papernot et al. 2021). There are few parameters, each of which
+    gets noise. There is no batch normalization, which mixes examples: each image is normalized to mean 0 and variance 1
+    by its own pixels.
 
     Args:
         classes: the number of outputs.

@@ -52,7 +52,7 @@ def _key(name: str) -> str:
 
 
 def _string(text: str) -> str:
-    # The escapes of JSON are those of TOML, which also wants one for DEL.
+    # The escapes of JSON are those of TOML, which also requires one for DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

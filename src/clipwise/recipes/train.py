@@ -165,7 +165,7 @@ def private_run(run: Run, model: nn.Module, ledger: FileLedger) -> Private:
 
 def _prepared(plan: Plan, folder: RunFolder) -> Encoder:
     if plan.event is None:
-        # Without privacy the preparation looks at the same counts, without noise.
+        # Without privacy the preparation uses the same counts, without noise.
         counts = NoisedCounts(0.0, lambda _: None, delta=0.5) if plan.source.needs_counts() else None
         return plan.source.prepare(plan.training_rows, counts)
     seed = plan.choices.seed

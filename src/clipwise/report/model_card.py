@@ -14,7 +14,7 @@ from clipwise.report.run_statement import model_of, software, write_text
 FILE = "model_card.md"
 TAGS = ("differential-privacy", "clipwise")
 TASKS = {"table": "tabular-classification", "images": "image-classification", "text": "text-classification"}
-TO_FILL_IN = "To be filled in by whoever publishes the model."
+TO_FILL_IN = "To be filled in by the publisher of the model."
 
 
 def write_model_card(folder: Path | str) -> Path:

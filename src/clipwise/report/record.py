@@ -168,7 +168,7 @@ class RunRecord:
         if len(kinds) > 1:
             raise ConfigurationError(
                 f"{self.path}: {LEDGER} and {EVALUATION} have different adjacencies or units of privacy, so no single "
-                "guarantee covers the run. State each ledger by itself: give the ledger file instead of the folder."
+                "guarantee covers the run. To print the statement of a ledger, give its file instead of the folder."
             )
 
     @property

@@ -31,6 +31,7 @@ from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
 from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
+from clipwise.validation.uncompiled import uncompiled
 
 Loss = Callable[..., Tensor]
 
@@ -73,6 +74,8 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
         A report that is true (`report.ok`) if no problem was found. This is a lint, not a proof.
     """
     require_module(model)
+    if clipping is None or not clipping.is_coupled:
+        model = uncompiled(model)
     size = _size(batch)
     subject = _Subject(model, loss, arguments_of(batch), size)
     require_takes("loss", loss, "loss(model, *batch)", model, *subject.batch)

@@ -112,7 +112,7 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
             )
         if module.training:
             raise UnsupportedModelError(
-                f"{layer} is in training mode: it mixes the examples of a batch, so one record moves every clipped "
+                f"{layer} is in training mode: it mixes the examples of a batch, so one record changes every clipped "
                 "gradient, and its running statistics leak. Replace it by GroupNorm, LayerNorm or a layer with public "
                 "statistics (clipwise.layers.replace_batchnorm does), or freeze its statistics with .eval(). "
                 f"{_LEARNED} {USE_BATCH}."

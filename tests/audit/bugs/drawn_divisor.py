@@ -25,4 +25,4 @@ def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "noised", over_drawn)
 
 
-BUG = Bug("division by the drawn batch size", plant, ("neighbours",))
+BUG = Bug("division by the realised batch size", plant, ("neighbours",))

@@ -33,5 +33,9 @@ def normalized(steps: int) -> Subject:
 
 
 BUG = Bug(
-    "whole-lot batch norm", plant, ("neighbours",), subject=partial(normalized, 2), attacked=partial(normalized, 1)
+    "batch norm over the whole batch",
+    plant,
+    ("neighbours",),
+    subject=partial(normalized, 2),
+    attacked=partial(normalized, 1),
 )

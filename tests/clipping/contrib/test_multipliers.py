@@ -1,4 +1,4 @@
-"""Layers that are scaled before one clip: the factors, what they cost, and how they compare with bounds by layer."""
+"""Layers that are scaled before one clip: the factors, what they cost, and how they compare with bounds per layer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_optimal_has_the_least_noise_for_typical_norms(found: list[tuple[float, 
     perturbed = {h: optimal[h] * x for h, x in zip(e, other, strict=False)}
     for m in (multipliers(e, d, "paper"), dict.fromkeys(e, 1.0), perturbed):
         assert least <= noise_energy(m, e, d) * (1 + 1e-12)
-    assert least <= len(e) * math.fsum(d[h] * e[h] ** 2 for h in e) * (1 + 1e-12)  # that of bounds by layer
+    assert least <= len(e) * math.fsum(d[h] * e[h] ** 2 for h in e) * (1 + 1e-12)  # that of bounds per layer
 
 
 @QUICK

@@ -38,7 +38,7 @@ def test_a_damaged_idx_file_is_named(tmp_path, damage):
     write_mnist(tmp_path, 5, zipped=False)
     file = tmp_path / "train-images-idx3-ubyte"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(ConfigurationError, match=r"train-images-idx3-ubyte is not a whole idx file"):
+    with pytest.raises(ConfigurationError, match=r"train-images-idx3-ubyte is not a complete idx file"):
         open_images(tmp_path)
 
 
@@ -108,7 +108,7 @@ def test_cifar_100_has_fine_labels(tmp_path):
 def test_damaged_and_pickled_cifar_is_refused(tmp_path):
     write_cifar10(tmp_path / "c")
     (tmp_path / "c" / "data_batch_3.bin").write_bytes(b"123")
-    with pytest.raises(ConfigurationError, match=r"data_batch_3\.bin is not a whole binary batch"):
+    with pytest.raises(ConfigurationError, match=r"data_batch_3\.bin is not a complete binary batch"):
         open_images(tmp_path / "c")
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "data_batch_1").write_bytes(b"\x80\x04.")

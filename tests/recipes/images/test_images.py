@@ -60,7 +60,7 @@ def test_sub_folders_are_public_and_the_statement_says_it(tmp_path):
 
 def test_one_class_is_refused(tmp_path):
     write_png(tmp_path / "a" / "1.png", random_pixels(4, 4, 3))
-    with pytest.raises(ConfigurationError, match="two or more labels"):
+    with pytest.raises(ConfigurationError, match="at least two are needed"):
         ImageSource(tmp_path).prepare(np.arange(1), None)
 
 

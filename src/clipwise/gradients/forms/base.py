@@ -26,6 +26,7 @@ from clipwise.gradients.blocks import Blocks
 from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.kernels.gram import Last
 from clipwise.kernels.squares import row_squares
+from clipwise.kernels.tracing import is_tracing
 
 CHUNK_BYTES = 64 * 2**20  # limit on per-example gradients written out at a time
 _BLOCK = 256  # squares are summed in blocks of this length in the tensor's own dtype, then in float64
@@ -305,7 +306,8 @@ def _made_before(examples: slice) -> Tensor:
 def written_products(left_bTm: Tensor, right_bTn: Tensor) -> Tensor:
     """sum_t left_t right_t^T of each example, [b, m, n]; on a CPU in reused memory."""
     size = torch.Size((len(left_bTm), left_bTm.shape[2], right_bTn.shape[2]))
-    out = _blocks.take(size, left_bTm.dtype) if left_bTm.device.type == "cpu" else None
+    reuses = left_bTm.device.type == "cpu" and not is_tracing()
+    out = _blocks.take(size, left_bTm.dtype) if reuses else None
     return torch.bmm(left_bTm.mT, right_bTn, out=out)
 
 

@@ -128,7 +128,7 @@ def _read_idx(file: Path) -> NDArray[Any]:
             return values.reshape(shape)
     except (OSError, EOFError, struct.error, ValueError, KeyError, zlib.error):
         pass
-    raise ConfigurationError(f"{file.name} is not a whole idx file: get it again.")
+    raise ConfigurationError(f"{file.name} is not a complete idx file: download it again.")
 
 
 def _npz(file: Path, part: str) -> Images:
@@ -163,12 +163,13 @@ def _arrays(file: Path) -> dict[str, NDArray[Any]]:
             return {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigurationError(
-            f"{file.name} cannot be read as an .npz file of plain arrays: get it again, or save it without objects."
+            f"{file.name} cannot be read as an .npz file of plain arrays: download it again, or save it without "
+            "objects."
         ) from error
 
 
 def _find(arrays: Mapping[str, NDArray[Any]], keys: tuple[str, ...], part: str) -> NDArray[Any] | None:
-    """The array of the part if its name says so ("x_train", "train_images"), else that without a part ("images")."""
+    """The array whose name has the part ("x_train", "train_images"), else that without a part ("images")."""
     named = {name.lower(): array for name, array in arrays.items()}
     ends = [f"{key}_{word}" for word in _PARTS[part] for key in keys]
     starts = [f"{word}_{key}" for word in _PARTS[part] for key in keys]
@@ -185,7 +186,9 @@ def _cifar(folder: Path, classes: int, part: str, only: Path | None = None) -> I
             raise ConfigurationError(f"{folder.name}: {file.name} is missing. Unpack CIFAR's binary version again.")
         raw = np.fromfile(file, np.uint8)
         if len(raw) == 0 or len(raw) % (before + _CIFAR_PIXELS):
-            raise ConfigurationError(f"{file.name} is not a whole binary batch of CIFAR-{classes}: get it again.")
+            raise ConfigurationError(
+                f"{file.name} is not a complete binary batch of CIFAR-{classes}: download it again."
+            )
         records.append(raw.reshape(-1, before + _CIFAR_PIXELS))
     found = np.concatenate(records)
     meta = folder / names_file

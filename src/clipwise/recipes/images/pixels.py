@@ -1,4 +1,4 @@
-"""Images that were opened but not looked at: their number, shape and layout are known, their pixels are read on demand.
+"""Images that are opened lazily: their number, shape and layout are known, and their pixels are read on demand.
 
 B: images, C: channels, H, W: height and width, S: side of the square images that a model takes.
 """
@@ -170,7 +170,7 @@ def _channels_first(array: NDArray[Any], description: str) -> NDArray[Any]:
         found = array
     if found is None or 0 in found.shape[2:]:
         raise ConfigurationError(
-            f"{description}: an array of shape {array.shape} is no set of images: it needs the axes N, height and "
+            f"{description}: an array of shape {array.shape} is not a set of images: it needs the axes N, height and "
             "width, and 1 to 4 channels as the last axis or the second."
         )
     return found

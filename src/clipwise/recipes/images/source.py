@@ -28,7 +28,7 @@ class ImageSource(Source):
 
     Args:
         path: of the images.
-        labels: the classes, if they are declared. They need not be where the layout states them, as sub-folders do.
+        labels: the classes, if they are declared. Not needed if the layout states them, as sub-folders do.
         image_size: the side of the square images that the model takes. By default that of the arrays, at most 64, or
             32 for image files, so that it is not computed from private images.
         grey: whether to drop colours. By default image files are read in colour, and arrays as they are.

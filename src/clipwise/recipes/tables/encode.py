@@ -84,7 +84,7 @@ def encoded(kind: Kind, cells: Sequence[str], missing: Sequence[str], decimal: s
 
 
 def placed(values: NDArray[np.float64], points: Sequence[float]) -> NDArray[np.float64]:
-    """Values on straight lines between the points, which lie in equal steps from -1 to 1; clipped to this range.
+    """Values interpolated linearly between the points, which map to equal steps from -1 to 1; clipped to this range.
 
     A point that repeats, a value of many rows, gets the mean of its places.
     """

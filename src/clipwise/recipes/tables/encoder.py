@@ -86,7 +86,7 @@ class TableEncoder(Encoder):
         return ((output - known) / ((high - low) / 2)).square()
 
     def synthetic(self, rows: int) -> TensorDataset:
-        """Made-up rows with the shapes of `encode`."""
+        """Synthetic rows with the shapes of `encode`."""
         x_ND = torch.rand(rows, self.width)
         if self.target.labels is not None:
             return TensorDataset(x_ND, torch.arange(rows) % len(self.target.labels))

@@ -80,7 +80,7 @@ def read_names(path: Path, encoding: str | None = None) -> tuple[str, ...]:
     if path.suffix.lower() in PARQUET:
         return _unique_names(list(_pyarrow(path, "parquet").read_schema(path).names), path)
     with _reading(path, encoding), _opened(path) as raw:
-        # Rows are decoded along with the header, and are not looked at: errors in them do not matter here.
+        # Rows are decoded along with the header and are not parsed: errors in them do not matter here.
         names = _header(path, io.TextIOWrapper(raw, encoding or _encoding_of(raw), "replace", newline=""))[0]
         if any("\N{REPLACEMENT CHARACTER}" in name for name in names):
             raise UnicodeError

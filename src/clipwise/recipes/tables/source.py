@@ -51,7 +51,7 @@ class Findings:
         kinds: the kind of each column that was not declared.
         target: the target, complete.
         label_counts: the noised counts of its labels, if they were released.
-        remarks: lines for the statement, and what is said about each column by name.
+        remarks: lines for the statement, and a remark about each column by name.
     """
 
     kinds: dict[str, Kind]
@@ -71,7 +71,7 @@ class TableSource(Source):
         task: "classification" or "regression"; otherwise noised counts decide.
         schema: what is declared about the columns. Without one nothing is, and noised counts decide.
         encoding: of a CSV file; by default from its byte order mark, or UTF-8.
-        balanced: weight the classes against their frequencies, from noised counts.
+        balanced: weight each class by the inverse of its frequency, from noised counts.
     """
 
     kind: ClassVar[str] = "table"
@@ -147,7 +147,7 @@ class TableSource(Source):
         return self._encoder(found)
 
     def count(self, rows: NDArray[Any], counts: NoisedCounts) -> Findings:
-        """What noised counts of these rows say, without an encoder: for a draft of a schema."""
+        """What noised counts of these rows show, without an encoder: for a draft of a schema."""
         target = self.schema.target
         return self._count(np.asarray(rows), counts, target)
 
@@ -274,7 +274,7 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
     if target.name in released.histograms:
         bounds, distinct = statistics.range_of(released.histograms[target.name], released.std[target.name], bins)
         if target.task is None and distinct <= MOST_FEW_BINS and sum(shown.values()) < LEAST_COVERED * rows:
-            bounds = None  # labels that the noise hides, or numbers close together: the user must say
+            bounds = None  # labels that the noise hides, or numbers close together: the user must declare the task
     many = len(shown) > MOST_NUMERIC_LABELS or sum(shown.values()) < LEAST_COVERED * rows
     if target.task == "regression" or (target.task is None and bounds is not None and many):
         if bounds is None:
@@ -301,7 +301,7 @@ def _columns(count: int) -> str:
 
 
 def _weights(counts: tuple[float, ...], labels: int) -> tuple[float, ...]:
-    """Weights of the classes against their noised frequencies, with mean about 1, within public limits."""
+    """Weights of the classes: the inverse of their noised frequencies, with mean about 1, within public limits."""
     positive = np.maximum(np.asarray(counts), 1.0)
     found = np.clip(positive.sum() / (labels * positive), *WEIGHTS)
     return tuple(float(f"{x:.6g}") for x in found)

@@ -1,4 +1,4 @@
-"""What noised counts say about a column: its kind, its quantiles and its frequent values.
+"""What noised counts show about a column: its kind, its quantiles and its frequent values.
 
 Each undeclared column has one histogram over a fixed public list of bins: missing; numbers on a signed logarithmic
 grid; dates by year; all other text by a public hash. A row is in exactly one bin of each column. What follows from the
@@ -27,7 +27,7 @@ SMALLEST, LARGEST = -6, 12  # the grid covers 10^-6 to 10^12 on both sides of 0
 FIRST_YEAR, LAST_YEAR = 1900, 2100
 QUANTILES = 12  # steps of equal probability
 TAIL = 0.005  # of the rows, beyond the outer quantiles on each side
-# For columns of which counts say nothing: powers of ten.
+# For columns whose counts show nothing: powers of ten.
 DEFAULT_POINTS = (*(-(10.0**k) for k in range(6, -3, -1)), 0.0, *(10.0**k for k in range(-2, 7)))
 DEFAULT_BUCKETS = 16
 # With more of the buckets of text occupied than this, there are more values than buckets.
@@ -119,7 +119,7 @@ def kind_of(noised_K: NDArray[np.int64], std: float, bins: Bins) -> tuple[Kind, 
     least = _least(len(count_K)) * std
     sure = np.flatnonzero(parts["text"] > least)
     if len(sure) > CROWDED * bins.buckets:
-        # Every bucket holds many rare values, as of ids: only one with a frequent value beside them stands out.
+        # Every bucket holds many rare values, as of ids: only a bucket with a frequent value has a larger count.
         sure = np.flatnonzero(parts["text"] > 2 * np.median(parts["text"]) + least)
     if not len(sure):
         return Ignored(), "ignored: text without frequent values"

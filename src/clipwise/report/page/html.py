@@ -61,7 +61,7 @@ def table(
     numeric: bool = False,
     hidden_caption: bool = False,
 ) -> Html:
-    """A table whose first column heads its rows, in a region that scrolls by itself on narrow screens."""
+    """A table whose first column has the row headers, in a region that scrolls separately on narrow screens."""
     head, cls = list(head), "number" if numeric else None
     body = []
     for row in rows:

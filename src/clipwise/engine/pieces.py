@@ -1,0 +1,83 @@
+"""Pieces of a batch: cut to a constant number of examples, and padded with repeated rows of weight 0.
+
+Legend: B examples of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.sampling.batch_structure import map_tensors, tensors_in
+
+
+class FixedRows:
+    """Memory for the rows of a piece of constant size: the inputs of a compiled step.
+
+    Attributes:
+        size: the number of examples.
+        batch: the rows, in the structure of a batch.
+        real_B: False for padding.
+    """
+
+    def __init__(self, batch: Sequence[Any], size: int, views: int, device: torch.device) -> None:
+        if not _is_all_tensors(batch):
+            raise RuntimeError("the batch holds values that are not tensors")
+        self.size, self._views, self._device = size, views, device
+        first = torch.arange(size * views, device=device) % count_of(batch)
+        self.batch = map_tensors(lambda t: _rows(t, first), tuple(batch))
+        self.real_B = torch.ones(size, dtype=torch.bool, device=device)
+
+    def matches(self, rows: Sequence[Any]) -> bool:
+        """Whether rows have the structure, shapes and dtypes of these."""
+        return kinds_of(rows) == kinds_of(self.batch)
+
+    def fill(self, rows: Sequence[Any], count: int) -> None:
+        """Copy the rows of `count` examples, and pad."""
+        if count < self.size:
+            again = torch.arange(self.size * self._views, device=self._device) % (count * self._views)
+            rows = map_tensors(lambda t: _rows(t, again), rows)
+        for own, given in zip(tensors_in(self.batch), tensors_in(rows), strict=True):
+            own.copy_(given.detach())
+        self.real_B.fill_(True)
+        self.real_B[count:] = False
+
+
+def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:
+    """The rows of a batch, at most `size` at a time."""
+    if count <= size:
+        if count:
+            yield batch, count
+        return
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        yield map_tensors(lambda t, s=start, e=end: t[s:e] if t.dim() else t, batch), end - start  # type: ignore[misc]
+
+
+def count_of(batch: Sequence[Any]) -> int:
+    """The number of rows of a batch."""
+    return next((len(t) for t in tensors_in(batch) if t.dim()), 0)
+
+
+def kinds_of(value: Any) -> object:
+    """The structure of a batch, with the row shape and dtype of each tensor."""
+    if isinstance(value, Tensor):
+        return value.dim(), value.shape[1:], value.dtype
+    if isinstance(value, Mapping):
+        return [(key, kinds_of(member)) for key, member in value.items()]
+    return [kinds_of(member) for member in value] if isinstance(value, (list, tuple)) else type(value)
+
+
+def _rows(t: Tensor, rows: Tensor) -> Tensor:
+    """These rows of a tensor, detached."""
+    return t.detach()[rows] if t.dim() else t.detach().clone()
+
+
+def _is_all_tensors(value: Any) -> bool:
+    """Whether a batch holds only tensors and None: any other value would be a constant of the graph."""
+    if isinstance(value, (list, tuple, Mapping)):
+        return all(map(_is_all_tensors, value.values() if isinstance(value, Mapping) else value))
+    return value is None or isinstance(value, Tensor)
