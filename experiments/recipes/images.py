@@ -1,7 +1,7 @@
 """The defaults of `clipwise train` for images: the search that chose them, and accuracies on other data sets.
 
     python -m experiments recipes/images --data DIR --search     # on KMNIST and CIFAR-10
-    python -m experiments recipes/images --data DIR --judge      # on MNIST and Fashion-MNIST, which chose nothing
+    python -m experiments recipes/images --data DIR --judge      # on MNIST and Fashion-MNIST
 
 Both write `results/images-*.json` beside this file, and `results/images.md` from what is there.
 """

@@ -4,7 +4,7 @@
     python -m experiments recipes/texts --data DIR --search     # on a part of the training texts of both sets
     python -m experiments recipes/texts --data DIR --judge      # on the test texts
 
-Each set alone chooses nearly the same defaults, so that neither is judged by its own choice.
+The defaults are one rule that fits the searches on both sets, so each set had a part in its own defaults.
 """
 
 from __future__ import annotations

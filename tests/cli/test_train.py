@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,7 @@ def test_evaluations(run, table, tmp_path):
     assert exact.exit_code == 0 and json.loads(exact.stdout)["rows"] == "public-test"
     noised = clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger")
     assert noised.exit_code == 0 and read(tmp_path / "new.ledger").position == 1
+    assert "on private rows" in noised.stdout
     refused(clipwise("evaluate", run, table), "--public")
     refused(clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger"), "exists")
 
@@ -180,6 +182,10 @@ def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
         (["TABLE", "--epsilon", 3], "--target"),
         (["TABLE", "--target", "price", "--epsilon", 3], "price"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--model", "forest"], "forest"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--groups", "city"], "category"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--image-size", 5000], "--image-size"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "OTHER"], "city"),
+        (["--resume", "nowhere", "--dry-run"], "dry-run"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "none.csv"], "none.csv"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--name", "a", "--out", "b"], "--name"),
         (["--resume", "nowhere"], "nowhere"),
@@ -188,7 +194,59 @@ def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
 )
 def test_wrong_arguments_are_one_line(table, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    refused(clipwise("train", *[table if a == "TABLE" else a for a in arguments]), words)
+    paths = {"TABLE": table, "OTHER": table.with_name("other.csv")}
+    paths["OTHER"].write_text("age,town,bought\n20,Oslo,no\n")
+    refused(clipwise("train", *[paths.get(a, a) for a in arguments]), words)
+    assert not any(tmp_path.iterdir())  # nothing was begun
+
+
+def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path):
+    few = tmp_path / "few.csv"
+    few.write_text("age,bought\n20,no\n70,yes\n")
+    out = tmp_path / "run"
+    refused(clipwise("train", few, "--target", "bought", "--epsilon", 3, "--out", out, *FAST[:2]), str(out / "ledger"))
+    assert read(out / "ledger").position == 1
+
+
+def test_a_damaged_held_out_image_ends_the_run_before_the_training(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for place in range(10):
+        folder = tmp_path / "images" / "ab"[place // 5]
+        folder.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (8, 8)).save(folder / f"{place}.png")
+    (folder / "9.png").write_bytes(b"no image")
+    refused(clipwise("train", tmp_path / "images", "--epsilon", 3, "--out", tmp_path / "run", *FAST[:2]), "9.png")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_size_and_the_colours_of_images_are_flags(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((20, 6, 6, 3), np.uint8), labels=np.arange(20) % 2)
+    given = ["--labels", "0,1", "--epsilon", 3, "--image-size", 16, "--grey", "--dry-run", "--json"]
+    small, large = (
+        json.loads(clipwise("train", tmp_path / "a.npz", *given, "--model", "tanh-cnn", *more).stdout)
+        for more in ([], ["--image-size", 32])
+    )
+    assert small["parameters"] < large["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        ("ledger", None, None, "has no ledger"),
+        ("config.toml", "epsilon = 3.0", "epsilon = 8.0", "noise_multiplier"),
+        ("config.toml", "hold_out = 0.1", "hold_out = 0.2", "has changed"),
+    ],
+)
+def test_a_run_whose_files_do_not_belong_together_is_not_continued(run, tmp_path, file, old, new, words):
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    if old is None:
+        (copy / file).unlink()
+    else:
+        text = (copy / file).read_text()
+        assert old in text
+        (copy / file).write_text(text.replace(old, new))
+    refused(clipwise("train", "--resume", copy), words)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 from clipwise.errors import ConfigurationError
 from clipwise.ledger.ledger import read
 from clipwise.recipes.evaluate import Groups, exact_figures, noised_figures
+from clipwise.recipes.finish import rounded
 from clipwise.recipes.kind import Task
 from clipwise.recipes.planning import evaluation_event
 
@@ -78,6 +79,11 @@ def test_groups_have_their_own_figures(tmp_path):
     found = noised(Classifier(), scores, tmp_path / "ledger", groups=groups)
     assert [f.group for f in found] == [None, "north", "south", "nobody"]
     assert read(tmp_path / "ledger").position == 1  # one joint release
+
+
+def test_an_error_that_the_noise_hides_is_not_shown_as_none():
+    figure = {"name": "root mean squared error", "value": 0.0, "low": 0.0, "high": 12345.6, "rows": "held-out"}
+    assert rounded(figure) == "root mean squared error too small for the noise (0 to 12346) on held-out rows"
 
 
 def test_groups_of_a_regression_are_refused(tmp_path):

@@ -15,11 +15,11 @@ from clipwise import audit as auditing
 from clipwise.audit.canary import least_runs
 from clipwise.audit.report import AuditReport
 from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
-from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger
 from clipwise.ledger.run_description import plain
 from clipwise.privacy import Entry
+from clipwise.recipes.target import load, running
 from clipwise.validation.arguments import number, whole
 
 LEDGER, SUBJECT = "ledger", "subject.py"

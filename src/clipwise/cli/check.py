@@ -11,8 +11,8 @@ from torch import nn
 from clipwise import audit
 from clipwise.audit.trial import run_of
 from clipwise.cli.output import say
-from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.target import load, running
 from clipwise.validation.check import check as examine
 
 

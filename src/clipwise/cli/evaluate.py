@@ -65,6 +65,8 @@ def evaluate(
             raise ConfigurationError(f"--ledger {ledger} exists: give a new file.")
         chosen = default_delta(len(source)) if delta is None else delta
         event = evaluation_event(budget, chosen)
-        figures = noised_figures(encoder, score_N, event, ledger, epsilon=budget, delta=chosen, groups=of_rows)
+        figures = noised_figures(
+            encoder, score_N, event, ledger, epsilon=budget, delta=chosen, groups=of_rows, rows="private"
+        )
     for figure in figures:
         say(json.dumps(figure.to_dict()) if as_json else rounded(figure.to_dict()))

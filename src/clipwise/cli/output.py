@@ -43,6 +43,11 @@ def remark(text: str, style: str = "") -> None:
     say(text, console=Console(stderr=True, highlight=False), style=style)
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def rounded_up(value: float, digits: int = 4) -> str:
     """An upper bound for display, rounded up."""
     return f"{float(privacy.rounded_up(value, digits)):g}" if math.isfinite(value) else "infinite"

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from clipwise import accounting
 from clipwise.accounting.from_arguments import MOST_STEPS
-from clipwise.cli.output import remark, rounded_up, say
+from clipwise.cli.output import counted, remark, rounded_up, say
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.ledger import multi_run
@@ -341,8 +341,8 @@ def _print_kinds(history: Sequence[Entry]) -> None:
         counts[entry.event] += entry.count
     for e, count in list(counts.items())[:MOST_LINES]:
         say(
-            f"{count} releases: {e.sampling} sampling at rate {e.sample_rate:.6g}, {e.adjacency} of one {e.unit}, "
-            f"noise multiplier {e.noise_multiplier:g}"
+            f"{counted(count, 'release')}: {e.sampling} sampling at rate {e.sample_rate:.6g}, "
+            f"{e.adjacency} of one {e.unit}, noise multiplier {e.noise_multiplier:g}"
         )
     if len(counts) > MOST_LINES:
         say(f"and {len(counts) - MOST_LINES} more kinds of release")

@@ -10,7 +10,7 @@ import typer
 
 from clipwise import accounting
 from clipwise.accounting.calibrate import smallest_noise
-from clipwise.cli.output import rounded_up, say
+from clipwise.cli.output import counted, rounded_up, say
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import FileLedger
 from clipwise.ledger.ledger import JSON
@@ -84,7 +84,8 @@ def schema(
             raise ConfigurationError("--ledger needs --epsilon: the header alone costs no privacy.")
         note = "Only the names are known: declare the column, or leave the decision to noised counts."
         _write(output, draft, {name: note for name in draft.columns}, _HEAD)
-        say(f"Draft with {len(draft.columns)} columns written to {output}, from the header alone. It cost no privacy.")
+        size = counted(len(draft.columns), "column")
+        say(f"Draft with {size} written to {output}, from the header alone. It cost no privacy.")
         return
     number("--epsilon", epsilon, above=0)
     number("--delta", delta, above=0, below=1)
@@ -104,7 +105,8 @@ def schema(
     elif wanted is not None and found.target != wanted:
         comments["[target]"] = "The range is from noised counts."
     _write(output, complete, comments, head)
-    say(f"Draft with {len(complete.columns)} columns written to {output}. It cost {cost}, charged to {charged}.")
+    size = counted(len(complete.columns), "column")
+    say(f"Draft with {size} written to {output}. It cost {cost}, charged to {charged}.")
 
 
 def _counted(source: TableSource, epsilon: float, delta: float, path: Path) -> tuple[Findings, float]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from clipwise.cli.output import counted
 from clipwise.cli.progress import Display
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.config import Choices, choices_of
@@ -54,6 +55,10 @@ def train(
         typer.Option("--balanced", help="Weight the classes of a table by the inverse of their noised frequencies."),
     ] = None,
     encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="The side of images in pixels; by default 32 for files, that of arrays up to 64.")
+    ] = None,
+    grey: Annotated[bool | None, typer.Option("--grey", help="Drop the colours of images.")] = None,
     kind: Annotated[str | None, typer.Option(help="table, images, text or function; by default from TARGET.")] = None,
     data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None,
     epsilon: Annotated[
@@ -138,6 +143,8 @@ def train(
         "task": task,
         "balanced": balanced or None,
         "encoding": encoding,
+        "image_size": image_size,
+        "grey": grey or None,
         "data_kind": kind,
         "data_folder": data_folder,
         "epsilon": epsilon_of(epsilon),
@@ -159,14 +166,15 @@ def train(
         "seed": seed,
     }
     if resume is not None:
-        _continue(resume, given, as_json, quiet)
+        own = {"dry_run": dry_run or None, "config": config, "out": out, "name": name}
+        _continue(resume, given | own, as_json, quiet)
         return
     choices = choices_of(given, config)
     if not choices.path:
         raise ConfigurationError("TARGET is needed: a file, a folder, or module:function with the data to train on.")
     reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
-    require_public_test(choices)
     plan = plan_of(choices)
+    require_public_test(choices, plan.source)
     display = Display(None if not choices.is_private else choices.epsilon, as_json=as_json, quiet=quiet)
     if dry_run:
         _show(estimate(plan), display)
@@ -217,9 +225,10 @@ def stopping(display: Display) -> Interrupts:
 def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> None:
     changed = [name for name, value in given.items() if value is not None and name != "device"]
     if changed:
+        other = changed[0].replace("_", "-")
         raise ConfigurationError(
-            f"--resume continues a run with its own settings, and {changed[0]} was given as well: leave it out, or "
-            "begin a new run."
+            f"--resume continues a run with its own settings, and {other} was given as well: leave it out, or begin a "
+            "new run."
         )
     device = {} if given["device"] is None else {"device": given["device"]}
     run = reopened(RunFolder.existing(path), **device)
@@ -242,16 +251,16 @@ def _wanted(out: Path | None, name: str | None, choices: Choices) -> Path:
 
 
 def _announce(plan: Plan, folder: RunFolder, display: Display) -> None:
-    rows = f"{len(plan.training_rows)} training rows"
+    rows = counted(len(plan.training_rows), "training row")
     if len(plan.held_out_rows):
-        rows += f", {len(plan.held_out_rows)} held-out rows"
+        rows += f", {counted(len(plan.held_out_rows), 'held-out row')}"
     budget = "without privacy"
     if plan.event is not None:
         budget = f"epsilon {plan.epsilon:g} at delta {plan.delta:g}"
     if plan.choices.seed is not None:
         display.warn("warning: --seed makes noise and batches reproducible, so no guarantee is claimed for this run.")
     display.line(
-        f"{folder.path}: {rows}, {budget}, {plan.settings.model}, {plan.steps} steps",
+        f"{folder.path}: {rows}, {budget}, {plan.settings.model}, {counted(plan.steps, 'step')}",
         kind="plan",
         folder=str(folder.path),
         training_rows=len(plan.training_rows),

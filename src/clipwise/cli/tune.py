@@ -11,8 +11,8 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from clipwise.cli.output import require_folder, say, stdout
-from clipwise.cli.target import running
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.target import running
 from clipwise.recipes.tuning import RECIPES
 from clipwise.tune import Recipe, Subject, selection, study
 from clipwise.tune.subject import of_script

@@ -36,6 +36,8 @@ class Choices:
         task: "classification" or "regression", for a table; by default from noised counts.
         encoding: of text in files; by default UTF-8.
         balanced: weight each class of a table by the inverse of its frequency.
+        image_size: the side of square images, in pixels; by default 32 for image files, and that of arrays, at most 64.
+        grey: drop the colours of images.
         data_kind: "table", "images", "text" or "function"; by default from the path.
         data_folder: the folder of data sets that are given by name.
         epsilon: the budget; infinity for no privacy.
@@ -60,6 +62,8 @@ class Choices:
     task: str | None = None
     encoding: str | None = None
     balanced: bool = False
+    image_size: int | None = None
+    grey: bool | None = None
     data_kind: str | None = None
     data_folder: str | None = None
     epsilon: float | None = None
@@ -97,6 +101,8 @@ class Choices:
             raise ConfigurationError(f"--hold-out must lie between 0 and 0.5, not {self.hold_out:g}.")
         if self.counts_share is not None and not 0 <= self.counts_share < 1:
             raise ConfigurationError(f"counts_share must be at least 0 and below 1, not {self.counts_share:g}.")
+        if self.image_size is not None and not 1 <= self.image_size <= 1024:
+            raise ConfigurationError(f"--image-size must lie between 1 and 1024 pixels, not {self.image_size}.")
         for name in ("batch_size", "epochs", "learning_rate", "max_norm", "views"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -130,7 +136,8 @@ class Choices:
 
 
 # The keys of a configuration file, and the fields of `Choices` that they give.
-_DATA = ("path", "target", "text", "labels", "schema", "task", "encoding", "balanced", "data_folder")
+_TABLE = ("target", "text", "labels", "schema", "task", "encoding", "balanced")
+_DATA = ("path", *_TABLE, "image_size", "grey", "data_folder")
 _TRAINING = ("preset", *(f.name for f in fields(Settings) if f.name != "counts_share"))
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "run": {name: name for name in ("seed", "device")},

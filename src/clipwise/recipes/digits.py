@@ -65,6 +65,10 @@ class DigitsSource(Source):
     def __len__(self) -> int:
         return len(self.data)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return ("small-cnn",)
+
     def needs_counts(self) -> bool:
         return False
 

@@ -109,6 +109,7 @@ def noised_figures(
     delta: float,
     groups: Groups | None = None,
     seed: int | None = None,
+    rows: str = "held-out",
 ) -> list[Figure]:
     """Charge one release on private rows to a new ledger, and return its figures."""
     sums, names = _sums(encoder, score_N, groups)
@@ -117,7 +118,7 @@ def noised_figures(
         opened.charge(event, plan_run(opened, event, 1, epsilon, delta, seeded=seed is not None, key=key.id))
         noise = gaussian(key.derive("evaluation"), sums.size, event.noise_multiplier, dtype=torch.float64).numpy()
     key.wipe()
-    return _figures(encoder, sums + noise.reshape(sums.shape), names, len(score_N), event.noise_multiplier, "held-out")
+    return _figures(encoder, sums + noise.reshape(sums.shape), names, len(score_N), event.noise_multiplier, rows)
 
 
 def groups_of(source: Source, encoder: Encoder, column: str, rows: np.ndarray | None) -> Groups:

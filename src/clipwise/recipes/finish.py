@@ -90,8 +90,9 @@ def rounded(figure: Mapping[str, Any]) -> str:
     """A figure with its interval, for a terminal."""
     name, value, low, high = (figure[key] for key in ("name", "value", "low", "high"))
     group = "" if figure.get("group") is None else f" of {figure['group']}"
-    where = {"held-out": "on held-out rows", "public-test": "on public test rows"}[figure["rows"]]
+    where = f"on {figure['rows'].replace('public-test', 'public test')} rows"
     if name == "accuracy":
         return f"accuracy{group} {value:.1%} ({low:.1%} to {high:.1%}) {where}"
-    digits = max(0, 3 - math.floor(math.log10(value))) if value > 0 else 3
-    return f"{name} {value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}) {where}"
+    digits = max(0, 3 - math.floor(math.log10(value or high or 1.0)))
+    shown = f"{value:.{digits}f}" if value > 0 else "too small for the noise"
+    return f"{name} {shown} ({low:.{digits}f} to {high:.{digits}f}) {where}"

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from clipwise.cli.target import load, running
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
+from clipwise.recipes.target import load, running
 from clipwise.sampling.augmentation import Views
 from clipwise.sampling.fetch import length_of
 
@@ -34,6 +34,10 @@ class FunctionSource(Source):
 
     def __len__(self) -> int:
         return length_of(self.data)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (type(self.model).__name__,)
 
     def needs_counts(self) -> bool:
         return False

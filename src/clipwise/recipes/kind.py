@@ -78,12 +78,28 @@ class Source(ABC):
     def needs_counts(self) -> bool:
         """Whether `prepare` must release noised counts, because something that it needs is not declared."""
 
+    @property
+    @abstractmethod
+    def models(self) -> tuple[str, ...]:
+        """The names of the models that can be trained on the data."""
+
+    def require_groups(self, column: str) -> None:
+        """Raise if accuracies by the categories of a column are not possible, before anything is released."""
+        raise ConfigurationError(
+            f"--groups {column!r} is not possible: data of the kind {self.kind!r} have no columns with declared "
+            "categories."
+        )
+
     @abstractmethod
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
         """The settings for this many training rows and this budget, before anything is released.
 
         `preset` is "fast" or "best". `epsilon` is infinity without privacy.
         """
+
+    def require_readable(self, rows: np.ndarray) -> None:
+        """Raise if one of these records cannot be read, where they are read later than the source is opened."""
+        return
 
     @abstractmethod
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> Encoder:

@@ -75,6 +75,13 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
             f"--delta {delta:g} is not below 1 / {len(training)}, one over the number of training rows: publishing a "
             "random record would satisfy it. Leave --delta out, or give a much smaller one."
         )
+    if choices.model is not None and choices.model not in source.models:
+        raise ConfigurationError(
+            f"--model {choices.model!r} is not known for data of the kind {source.kind!r}: use "
+            f"{' or '.join(source.models)}."
+        )
+    if choices.groups is not None:
+        source.require_groups(choices.groups)
     settings = choices.settings(source.defaults(len(training), choices.epsilon, choices.preset))
     settings = replace(settings, batch_size=_batch_size(choices, settings, len(training)))
     scheme = make_scheme("poisson", len(training), settings.batch_size, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,13 @@ class RunFolder:
         """Write config.toml so that a crash leaves the old file or the new one."""
         text = toml.text_of(content).encode()
         replace_file(self.config, lambda file: file.write(text), mode=0o644)
+
+    def discard(self) -> None:
+        """Remove the folder of a run that has released nothing."""
+        for file in (self.config, self.ledger):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            self.path.rmdir()
 
     def record(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a line to metrics.jsonl. All values must be public, or released with noise."""

@@ -38,13 +38,15 @@ def open_source(choices: Choices) -> Source:
     path = path_of(choices)
     kind = choices.data_kind or _kind_of(path, choices)
     if kind == "images":
-        return ImageSource(path, labels=choices.labels, model=choices.model)
+        return ImageSource(
+            path, labels=choices.labels, image_size=choices.image_size, grey=choices.grey, model=choices.model
+        )
     if kind == "text":
         columns = (choices.text, choices.target)
         return TextSource(path, *columns, labels=choices.labels, encoding=choices.encoding, model=choices.model)
     if choices.target is None and choices.schema is None:
         raise ConfigurationError("--target is needed: the name of the column to predict.")
-    return TableSource(
+    source = TableSource(
         path,
         choices.target,
         labels=choices.labels,
@@ -53,6 +55,16 @@ def open_source(choices: Choices) -> Source:
         encoding=choices.encoding,
         balanced=choices.balanced,
     )
+    if not source.has_target:
+        raise ConfigurationError(_no_target(source))
+    return source
+
+
+def _no_target(source: TableSource) -> str:
+    columns = ", ".join(source.table.columns)
+    if source.schema.target is None:
+        return "--target is needed: the name of the column to predict. The schema has no [target] either."
+    return f"--target {source.schema.target.name!r} is no column of {source.path}. Its columns are {columns}."
 
 
 def path_of(choices: Choices) -> Path:
@@ -83,7 +95,7 @@ def _kind_of(path: Path, choices: Choices) -> str:
     return "images" if ImageSource.recognises(path) else "table"
 
 
-def require_public_test(choices: Choices) -> None:
+def require_public_test(choices: Choices, source: Source) -> None:
     """Raise for public test rows that are missing or have other columns, before anything is released."""
     found = choices.public_test
     if found is None or found == EMBEDDED:
@@ -91,7 +103,12 @@ def require_public_test(choices: Choices) -> None:
     if not Path(found).exists():
         raise ConfigurationError(f"--public-test {found} does not exist.")
     try:
-        open_source(replace(choices, path=found, data_folder=None))
+        if isinstance(source, TableSource):
+            test = TableSource(Path(found), schema=source.schema, encoding=choices.encoding)
+            if not test.has_target:
+                raise ConfigurationError(_no_target(test))
+        else:
+            open_source(replace(choices, path=found, data_folder=None))
     except ConfigurationError as error:
         raise ConfigurationError(f"--public-test {found}: {error}") from error
 

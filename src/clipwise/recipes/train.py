@@ -11,7 +11,7 @@ A run can be interrupted after any of them. What was released is in its folder b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -26,13 +26,13 @@ from clipwise.engine import checkpoint
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.ledger.ledger import FileLedger
+from clipwise.ledger.ledger import FileLedger, read
 from clipwise.ledger.planned_run import plan_run
 from clipwise.ledger.run_description import versions
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event
 from clipwise.recipes.building import batch_loss, device_of, make_optimizer
-from clipwise.recipes.config import Choices, read_choices
+from clipwise.recipes.config import RECORDED, Choices, read_choices
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Encoder, Settings
@@ -90,11 +90,11 @@ def begin(plan: Plan, folder: RunFolder, command: str) -> Run:
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     content = _config(plan, {"name": folder.path.name, "command": command, "created": created})
     folder.write_config(content)
-    encoder = _prepared(plan, folder).for_model(plan.settings.model)
-    with torch.random.fork_rng(devices=[]):
-        encoder.model(plan.settings.model)  # an unknown model is refused before the training
-    if plan.choices.groups is not None:
-        encoder.groups(plan.source, plan.choices.groups, plan.training_rows[:0])
+    try:
+        encoder = _prepared(plan, folder).for_model(plan.settings.model)
+        plan.source.require_readable(plan.held_out_rows)  # before the training, not after it
+    except ConfigurationError as error:
+        raise _with_cost(error, folder) from error
     content["encoding"] = {"kind": encoder.kind, **encoder.to_dict()}
     content["data"]["preprocessing"] = list(encoder.preprocessing)
     folder.write_config(content)  # before the training: what was released is not released again
@@ -105,6 +105,11 @@ def reopened(folder: RunFolder, **changes: Any) -> Run:
     """A run that was interrupted. Its settings and its encoding come from its folder; the data are opened again."""
     content = folder.read_config()
     choices = replace(Choices(**read_choices(folder.config)), **changes)
+    if choices.is_private and not folder.ledger.is_file():
+        raise ConfigurationError(
+            f"{folder.path} has no {folder.ledger.name}, so what its releases cost is not known: restore the file, or "
+            "begin a new run."
+        )
     if "encoding" not in content:
         raise ConfigurationError(
             f"{folder.path} has no encoding of its data: it was interrupted while the data were prepared. What its "
@@ -116,7 +121,9 @@ def reopened(folder: RunFolder, **changes: Any) -> Run:
             f"The data have {len(source)} rows, and {folder.path} was begun with {content['data']['rows']}: a run "
             "continues with the data that it was begun with."
         )
-    return Run(plan_of(choices, source), folder, encoder_from(content["encoding"]))
+    plan = plan_of(choices, source)
+    _require_recorded(plan, content, folder)
+    return Run(plan, folder, encoder_from(content["encoding"]))
 
 
 def train(run: Run, watch: Watch, stop: Interrupts) -> bool:
@@ -177,6 +184,28 @@ def _prepared(plan: Plan, folder: RunFolder) -> Encoder:
 
         counts = NoisedCounts(planned.noise_multiplier, charge, delta=planned.excess, key=key)
         return plan.source.prepare(plan.training_rows, counts)
+
+
+def _with_cost(error: ConfigurationError, folder: RunFolder) -> ConfigurationError:
+    """The error of a run that ends before its training. The folder of a run without a release is removed."""
+    if folder.ledger.is_file() and read(folder.ledger).position:
+        return ConfigurationError(
+            f"{error} Noised counts were released before: {folder.ledger} has their cost, which adds to that of "
+            "another run on these rows."
+        )
+    folder.discard()
+    return error
+
+
+def _require_recorded(plan: Plan, content: Mapping[str, Any], folder: RunFolder) -> None:
+    """Raise if the settings in config.toml do not give the figures that were recorded with them."""
+    for section, table in _config(plan, {}).items():
+        for key in RECORDED.get(section, ()):
+            if key in table and content.get(section, {}).get(key) != table[key]:
+                raise ConfigurationError(
+                    f"[{section}] {key} in {folder.config} does not belong to the other settings there, so the file "
+                    "has changed since the run began: restore it, or begin a new run."
+                )
 
 
 def _train_privately(run: Run, model: nn.Module, reporter: _Reporter, stop: Interrupts) -> bool:

@@ -139,6 +139,8 @@ def not_covered(record: RunRecord) -> list[str]:
 
 def value_of(line: Mapping[str, Any]) -> str:
     """A released figure: an accuracy in percent, other figures as numbers."""
+    if line.get("rows") == HELD_OUT and line.get("value") == 0 and not is_share(line):
+        return "too small for the noise"
     return _number(line.get("value"), line)
 
 

@@ -14,7 +14,7 @@ from clipwise.recipes.images.defaults import MODELS, SCATTERING, image_settings
 from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.formats import is_images, open_images
 from clipwise.recipes.kind import Settings, Source
-from clipwise.validation.arguments import one_of, whole
+from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
@@ -48,8 +48,6 @@ class ImageSource(Source):
         model: str | None = None,
         part: str = "train",
     ) -> None:
-        if model is not None:
-            one_of("model", model, MODELS)
         self._model = model
         self.images = open_images(Path(path), part)
         if len(self.images) == 0:
@@ -68,6 +66,10 @@ class ImageSource(Source):
 
     def __len__(self) -> int:
         return len(self.images)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return MODELS
 
     def needs_counts(self) -> bool:
         return self._declared is None and self.images.names is None
@@ -92,6 +94,10 @@ class ImageSource(Source):
             how = "released as noised counts of the training images, within the budget"
         lines = (f"The labels are {how}.", self._size_line())
         return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
+
+    def require_readable(self, rows: np.ndarray) -> None:
+        for row in np.asarray(rows):  # one at a time: their pixels are not kept
+            self.images.pixels(np.array([row]), self.channels, self.image_size)
 
     def _where_names_are(self) -> str:
         named = "the names of the sub-folders" if "folder" in self.description else "the classes of this data set"

@@ -15,8 +15,9 @@ from clipwise.recipes.counts import NoisedCounts, Released
 from clipwise.recipes.kind import Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
+from clipwise.recipes.tables.models import MODELS
 from clipwise.recipes.tables.read import read_table
-from clipwise.recipes.tables.schema import Auto, Kind, Schema, Target
+from clipwise.recipes.tables.schema import Auto, Category, Kind, Schema, Target
 from clipwise.recipes.tables.statistics import Bins
 from clipwise.recipes.tables.values import is_missing
 
@@ -103,6 +104,24 @@ class TableSource(Source):
         """Whether the file has the column to predict."""
         return self.schema.target is not None and self.schema.target.name in self.table.columns
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return MODELS
+
+    def require_groups(self, column: str) -> None:
+        """Raise unless the column is declared as a category, and the target as a class."""
+        if not isinstance(self.schema.columns.get(column), Category):
+            raise ConfigurationError(
+                f"--groups {column!r} is not possible: it is no input whose categories are declared. Declare it with "
+                '--schema as kind = "category" with its values.'
+            )
+        target = self.schema.target
+        if target is None or target.task != "classification":
+            raise ConfigurationError(
+                "--groups is for classification, and the target is not declared as one: give --labels or --task "
+                "classification. The error of a regression has no groups."
+            )
+
     def needs_counts(self) -> bool:
         """Whether a column, the labels or the range of the target, or the weights of the classes are not declared."""
         target = self.schema.target
@@ -138,7 +157,7 @@ class TableSource(Source):
         if self.balanced and found.target.labels is not None:
             weights = _weights(found.label_counts, len(found.target.labels))
         declared = len(kinds) - len(found.kinds)
-        lines = [f"{declared} columns as declared in the schema"] if declared else []
+        lines = [f"{_columns(declared)} as declared in the schema"] if declared else []
         return TableEncoder(replace(self.schema, columns=kinds, target=found.target), weights, (*lines, *found.remarks))
 
     def _auto(self) -> list[str]:
@@ -182,7 +201,7 @@ class TableSource(Source):
         if kinds:
             noise = released.std[plan.histograms[0]]
             lines.append(
-                f"{len(kinds)} columns by noised counts, one Gaussian mechanism with standard deviation {noise:.4g} "
+                f"{_columns(len(kinds))} by noised counts, one Gaussian mechanism with standard deviation {noise:.4g} "
                 "per count: " + "; ".join(f"{name}: {text}" for name, text in about.items())
             )
         if target is None:
@@ -275,6 +294,10 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
         f"{released.std[LABELS]:.4g}); rows with other labels are not trained on, and count as wrong"
     )
     return Target(target.name, labels=tuple(shown)), tuple(float(x) for x in shown.values()), line
+
+
+def _columns(count: int) -> str:
+    return f"{count} column{'s' * (count != 1)}"
 
 
 def _weights(counts: tuple[float, ...], labels: int) -> tuple[float, ...]:

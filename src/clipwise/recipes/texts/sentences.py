@@ -7,6 +7,7 @@ Its weights were trained on public texts, so they cost no privacy unless your te
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -52,6 +53,7 @@ def _loaded() -> tuple[Any, Any]:
     """The tokenizer and the network, on a GPU if there is one."""
     from tokenizers import Tokenizer
     from transformers import BertModel
+    from transformers.utils import logging as reports
 
     spec = find_spec(_PACKAGE)
     assert spec is not None and spec.origin is not None
@@ -62,6 +64,8 @@ def _loaded() -> tuple[Any, Any]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(_LENGTH)
     tokenizer.no_padding()
+    reports.get_logger("transformers").setLevel(logging.ERROR)  # it reports weights that are not used
+    reports.disable_progress_bar()  # type: ignore[no-untyped-call]
     network: Any = BertModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return tokenizer, network.to(device, torch.bfloat16).eval()

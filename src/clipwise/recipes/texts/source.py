@@ -15,7 +15,6 @@ from clipwise.recipes.texts import sentences
 from clipwise.recipes.texts.defaults import HASHED_WORDS, SENTENCES, text_settings
 from clipwise.recipes.texts.encoder import MODELS, TextEncoder
 from clipwise.recipes.texts.files import FolderTexts, TableTexts, Texts, is_texts
-from clipwise.validation.arguments import one_of
 
 if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
@@ -51,8 +50,6 @@ class TextSource(Source):
         path = Path(path)
         if not path.exists():
             raise ConfigurationError(f"{path.name}: there is no such file or folder.")
-        if model is not None:
-            one_of("model", model, MODELS)
         self._columns = (None, None) if path.is_dir() else (text, target)
         self._declared = None if labels is None else require_labels(labels)
         self._encoding, self._model = encoding, model
@@ -74,6 +71,13 @@ class TextSource(Source):
     def texts(self, rows: Iterable[int]) -> list[str]:
         """The texts of these rows."""
         return self._opened.texts(rows)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return MODELS
+
+    def require_readable(self, rows: np.ndarray) -> None:
+        self.texts(np.asarray(rows).tolist())
 
     def needs_counts(self) -> bool:
         return self._declared is None and self._opened.names is None
