@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from hashlib import blake2b
@@ -250,13 +250,3 @@ def ranks_of_process(timeout: float | None) -> OneRank:
 def digest_of(*values: object) -> int:
     """A digest of values that must be the same on all ranks, by their `repr`."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "little")
-
-
-@contextmanager
-def reporting_failures(ranks: OneRank) -> Iterator[None]:
-    """An error in this block is reported to the other ranks, which would otherwise wait for this one."""
-    try:
-        yield
-    except BaseException as error:
-        ranks.fail(error)
-        raise

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from clipwise.deprecation import current_names, current_strategy
-from clipwise.distributed.ranks import reporting_failures
 from clipwise.engine import checkpoint, describe, fingerprint
 from clipwise.engine.context import StepContext
-from clipwise.engine.step import count_broken_step
+from clipwise.engine.step import count_broken_step, reporting_failures
 from clipwise.errors import CheckpointError, LedgerError, StepError, warn
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Sampling
@@ -51,13 +50,9 @@ def state_dict(context: StepContext) -> dict[str, Any]:
     return found
 
 
+@reporting_failures
 def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     """Continue from a checkpoint: with its own secrets if nothing has changed since, else with fresh ones."""
-    with reporting_failures(context.ranks):
-        _load_state_dict(context, state)
-
-
-def _load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     ledger, averages, keys = context.ledger, context.plan.averages, context.keys
     context.require_open()
     context.layout.reshard()

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from clipwise.clipping.contrib.sparse import without
 from clipwise.distributed import followers
-from clipwise.distributed.ranks import digest_of, reporting_failures
+from clipwise.distributed.ranks import digest_of
 from clipwise.engine import describe
 from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
@@ -34,22 +34,37 @@ from clipwise.sampling.loader import Piece
 from clipwise.validation import step_inputs, training_loop
 from clipwise.validation.first_batches import recommend_check
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def reporting_failures(function: Callable[Concatenate[StepContext, P], T]) -> Callable[Concatenate[StepContext, P], T]:
+    """Make a function report its errors to the other ranks, which would otherwise wait for this one."""
+
+    @wraps(function)
+    def reporting(context: StepContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(context, *args, **kwargs)
+        except BaseException as error:
+            context.ranks.fail(error)
+            raise
+
+    return reporting
+
+
 # ------------------------------------------------------------------- sample
 
 
+@reporting_failures
 def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     """The rows that the loader yields for a piece, marked for the independence probe, with their random views."""
-    with reporting_failures(context.ranks):
-        return _hand_out(context, batch, piece)
-
-
-def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.require_open()
     context.require_loaded()
-    is_first = piece.index_in_batch == 0
-    if is_first:
-        context.layout.reshard()
-    context.layout.require_piece(piece.size)
+    layout, is_first = context.layout, piece.index_in_batch == 0
+    if layout.is_sharded:
+        layout.require_piece(piece.size)
+        if is_first:
+            layout.reshard()
     training_loop.require_same_ranks(context.ranks.count)
     context.guard.before_draw()
     context.loop.draws_from_key = False
@@ -59,9 +74,9 @@ def _hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.follow_update()
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries restored
-    if context.layout.is_sharded and is_first:
+    if layout.is_sharded and is_first:
         context.ranks.exchange("draw", check=piece.check)
-        context.layout.unshard()
+        layout.unshard()
     is_tested = any(test.is_pending for test in context.tests)
     context.handed = viewed(context, batch, piece) if is_tested else None
     if context.plan.loss is not None and is_tested:
@@ -83,13 +98,9 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
 # --------------------------------------------------------------------- clip
 
 
+@reporting_failures
 def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
-    with reporting_failures(context.ranks):
-        return _backward(context, losses, outputs)
-
-
-def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     context.require_open()
     piece = context.loader.awaited()
     context.require_no_local_update("private.step")
@@ -121,13 +132,9 @@ def _backward(context: StepContext, losses: Tensor | None, outputs: Tensor | Non
     return gather(context, piece, clipped)
 
 
+@reporting_failures
 def backward_local_update(context: StepContext, batch: Any) -> bool:
     """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
-    with reporting_failures(context.ranks):
-        return _backward_sets(context, batch)
-
-
-def _backward_sets(context: StepContext, batch: Any) -> bool:
     context.require_open()
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
@@ -219,7 +226,8 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
         context.in_step = False
         return False
     context.partial = None
-    context.layout.reshard()
+    if context.layout.is_sharded:
+        context.layout.reshard()
     with releasing(context):
         release(context, partial(_noise, context, total), partial(_write, context), piece.check)
     return True
@@ -266,7 +274,8 @@ def release(
     context.weights.released.remember()
     context.weights.released.is_unused = True
     context.clipper.parts = context.parts
-    if context.clipper.learn(context.layout.whole_release(released)):
+    layout = context.layout
+    if context.clipper.learn(layout.whole_release(released) if layout.is_sharded else released):
         context.set_parts()
     if getattr(context.strategy, "running_statistics", None) is not None:
         context.weights.state.take()  # layers took their running statistics from the release
