@@ -1,8 +1,8 @@
 """MkDocs hooks: links that leave docs/, and CONTRIBUTING.md as a page.
 
 Pages link to files of the repository by relative paths, which work on GitHub. On the site such a link leads to the
-repository (`repo_url`), and an image is copied into the site. A link to a notebook leads to its page. A list that
-follows a line of text gets the blank line that Python-Markdown needs.
+repository (`repo_url`) or, without an address, becomes the path of the file. An image is copied into the site. A link to
+a notebook leads to its page. A list that follows a line of text gets the blank line that Python-Markdown needs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Let links out of docs/ lead to the repository."""
+    """Let links out of docs/ lead to the repository, or name the file."""
     return _rewritten(markdown, f"docs/{page.file.src_uri}", config)
 
 
@@ -58,6 +58,9 @@ def _rewritten(text: str, source: str, config: Any) -> str:
             return link[0]  # no such page: mkdocs reports it
         elif is_image:
             goal = posixpath.relpath(path, posixpath.dirname(source.removeprefix("docs/")) or ".")
+        elif not config["repo_url"]:
+            named = f"`{path}`"
+            return named if Path(path).name in label else f"{label} ({named})"
         else:
             kind = "tree" if (ROOT / path).is_dir() else "blob"
             goal = f"{config['repo_url'].rstrip('/')}/{kind}/main/{path}"

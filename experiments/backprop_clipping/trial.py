@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {
     "gradient-clip-tanh": Method("backprop, smaller bound, clip, tanh", "layers", activation="tanh"),
     "gradient-clip-norm": Method("backprop, smaller bound, clip, group norm", "layers", norm="group"),
     "gradient-normalize": Method("backprop, smaller bound, normalize", "layers", mode="normalize"),
-    "dp-sgd-layer": Method("DP-SGD by layer, ReLU", "examples", parts="layer"),
+    "dp-sgd-layer": Method("DP-SGD per layer, ReLU", "examples", parts="layer"),
     "dp-sgd-norm": Method("DP-SGD, ReLU, group norm", "examples", norm="group"),
 }
 OPEN = ("plain", "clipped", "clipped-upstream")

@@ -52,7 +52,7 @@ METHODS: dict[str, Setting] = {
     "IC, multipliers (optimal), group norm": _EXAMPLE.but(parts="multipliers"),
     "IC, multipliers (paper), group norm": _EXAMPLE.but(parts="multipliers-paper"),
     "IC, 4 groups, group norm": _EXAMPLE.but(parts="groups"),
-    "IC, by layer, group norm": _EXAMPLE.but(parts="layerwise"),
+    "IC, per layer, group norm": _EXAMPLE.but(parts="layerwise"),
     "IC, flat, group norm, sparse": _EXAMPLE.but(sparse_from=3),
     "IC, flat, group norm, 4 crops": _EXAMPLE.but(augmented=True, flipped=False, views=4),
     "BC, 16 microbatches, batch norm": _BATCH.but(microbatches=16),
