@@ -87,7 +87,8 @@ loop-fuzz: $(STAMP)  ## 2,000 random training loops as users write them: a true 
 	$(BIN)/python -m tests.user_loops --count 2000 --seed 0
 
 check: $(STAMP)  ## style, types and the documentation
-	$(BIN)/ruff check src tests examples experiments benchmarks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy src
 	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
@@ -98,7 +99,7 @@ notebooks: $(STAMP)  ## run the tutorials: their stored output, and the gallery 
 	$(BIN)/python -m tests.docs.notebooks $(ARGS)
 
 format: $(STAMP)  ## ruff format
-	$(BIN)/ruff format src tests examples experiments benchmarks
+	$(BIN)/ruff format .
 
 clean:  ## remove .venv and build output
 	rm -rf $(VENV) runs build dist

@@ -1,8 +1,8 @@
 """MkDocs hooks: links that leave docs/, and CONTRIBUTING.md as a page.
 
 Pages link to files of the repository by relative paths, which work on GitHub. On the site such a link leads to the
-repository (`repo_url`) or, without an address, becomes the path of the file. An image is copied into the site. A link to
-a notebook leads to its page. A list that follows a line of text gets the blank line that Python-Markdown needs.
+repository (`repo_url`) or, without an address, becomes the path of the file. An image is copied into the site. A
+link to a notebook leads to its page. A list that follows a line of text gets the blank line that Python-Markdown needs.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def _rewritten(text: str, source: str, config: Any) -> str:
                 path = path.removesuffix(".ipynb") + ".md"
             goal = posixpath.relpath(path[5:], posixpath.dirname(source.removeprefix("docs/")) or ".")
         elif path == "CONTRIBUTING.md":
-            goal = posixpath.relpath(
-                "contributing.md", posixpath.dirname(source.removeprefix("docs/")) or "."
-            )
+            goal = posixpath.relpath("contributing.md", posixpath.dirname(source.removeprefix("docs/")) or ".")
         elif path.startswith("docs/") and source.startswith("docs/"):
             return link[0]  # no such page: mkdocs reports it
         elif is_image:
