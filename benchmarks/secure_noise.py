@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clipwise.noise.gaussian import gaussian
 from clipwise.noise.key import NoiseKey
-from clipwise.noise.release import noised
+from clipwise.noise.mechanism import noised
 from clipwise.noise.secure import noised_on_grid, on_grid, rounded_gaussian
 from clipwise.privacy import Part
 from experiments.harness.command import parser_of

@@ -829,7 +829,7 @@ def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: lis
 
 
 def test_many_buckets_get_a_key_each(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipwise.noise.release.BUCKET", 30)
+    monkeypatch.setattr("clipwise.noise.gaussian.BUCKET", 30)
     # (So much noise saturates the network, and without gradients nothing is known of coupling.)
     model, private = private_run(noise_multiplier=1e6, probe_independence=False)
     step = private.compiled(loss_with(model))

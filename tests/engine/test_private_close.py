@@ -165,10 +165,10 @@ def test_a_release_that_fails_is_counted_and_not_called_exact(path: Path, monkey
 def test_a_step_that_fails_stays_counted_unless_it_is_made_again(path: Path, again: bool) -> None:
     model, private = private_run(ledger=path, sampling="fixed-size")
     train(model, private, 2)
-    honest, private._context.clipper.sum_at_outputs = private._context.clipper.sum_at_outputs, None  # type: ignore[method-assign,assignment]
+    honest, private._context.clipper.clipped_sum = private._context.clipper.clipped_sum, None  # type: ignore[method-assign,assignment]
     with pytest.raises(TypeError):
         train(model, private, 1)
-    private._context.clipper.sum_at_outputs = honest  # type: ignore[method-assign]
+    private._context.clipper.clipped_sum = honest  # type: ignore[method-assign]
     train(model, private, int(again))
     private.close()
     assert counted(path) == (3, again)

@@ -45,7 +45,6 @@ _BOOKKEEPING = {
         "ledger/multi_run.py",
         "noise/gaussian.py",
         "noise/mechanism.py",
-        "noise/release.py",
         "sampling/loader.py",
     )
 }

@@ -42,8 +42,8 @@ class Site:
     unit: Unit
     scheme: Scheme
     empty_batch: Callable[[], Any] | None = None  # makes a batch without records
-    # From the squared norms [B] of the parts of gradients in this process to those of whole gradients.
-    joined_squares: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda squares: squares
+    # From the squared norms [B] of the parts of gradients in this process to those of whole gradients, if they differ.
+    joined_squares: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     @property
     def factor(self) -> float:
@@ -89,6 +89,7 @@ class Clipper(ABC):
         needs_outputs: whether it needs the model's outputs, by `sum_at_outputs`.
         draws: whether it draws random numbers from `secret`, which the engine sets for each piece of a batch.
         parts: the parts of the last release with their noise. The engine sets them before `learn`.
+        adapts: whether releases can change bounds or weights: by `follow`, `learn`, `frozen` and `settle`.
         moves_weights: whether `follow` may change weights.
         moved: the factors by which the last `follow` multiplied parameters. The network computes the same function.
     """
@@ -103,6 +104,7 @@ class Clipper(ABC):
     draws: bool = False
     secret: bytes = b""
     parts: tuple[Part, ...] = ()
+    adapts: bool = True
     moves_weights: bool = False
     moved: Mapping[str, float] = MappingProxyType({})
     _parameters: Parameters
@@ -116,7 +118,7 @@ class Clipper(ABC):
 
     def sum_at_outputs(self, losses: Tensor, outputs: Tensor | None) -> dict[str, Tensor]:
         """`clipped_sum` for a strategy that needs the model's outputs."""
-        return self.clipped_sum(losses)
+        raise NotImplementedError
 
     def clipped_update(self, batch: Any) -> dict[str, Tensor]:
         """The bounded sum of a batch for a strategy with a local update."""

@@ -148,15 +148,17 @@ class PerExampleClipper(VectorClipper):
         """sum_i nu_i g_i over the examples of a batch or of a piece of it."""
         if len(losses) == 0:
             return self.nothing()
-        statistics = self._statistics.clipped_by_row(losses)
+        constants = self._constants
+        statistics = self._statistics.clipped_by_row(losses) if self._statistics.bounds else {}
         gradients, left_out = self._gradients(losses)
-        if self._constants.frozen:
-            gradients = active_only(gradients, self._constants.frozen, self._parameters)
+        if constants.frozen:
+            gradients = active_only(gradients, constants.frozen, self._parameters)
         squares, errors = gradients.squared_norms(), gradients.squared_errors()
         for name in left_out:
             squares[name] = torch.zeros_like(next(iter(squares.values())))
-        squares = self._joined_squares(squares)
-        groups, norms, scales = self._constants.groups, self._constants.norms, self._constants.scales
+        if self._joined_squares is not None:
+            squares = self._joined_squares(squares)
+        groups, norms, scales = constants.groups, constants.norms, constants.scales
         for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
             squares[name] = squares[name] * (m * m * (1 + 2.0**-50))
             if name in errors:
@@ -170,7 +172,7 @@ class PerExampleClipper(VectorClipper):
         if self._memory.rare.any(bad_B):
             gradients.mute(bad_B)
         counted_B = finite_B if real_B is None else finite_B & real_B
-        chosen = self._constants.chosen(self.secret, len(losses))
+        chosen = constants.chosen(self.secret, len(losses)) if constants.alone else {}
         weights = {}
         for part, names in groups.items():
             nu_B = self._weights(part_norms[part], norms[part])
@@ -181,7 +183,9 @@ class PerExampleClipper(VectorClipper):
             weights.update(dict.fromkeys(names, nu_B))
         sums = gradients.weighted_sums(weights)
         sums |= {n: torch.zeros_like(at_least_float32(own_part(self._parameters[n]).detach())) for n in left_out}
-        return sums | self._constants.counts(part_norms, bad_B, real_B) | statistics
+        if constants.bounds:
+            sums |= constants.counts(part_norms, bad_B, real_B)
+        return sums | statistics
 
     def nothing(self) -> dict[str, Tensor]:
         device = next(iter(self._parameters.values())).device

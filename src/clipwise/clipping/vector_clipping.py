@@ -127,6 +127,7 @@ class VectorClipper(Clipper):
         self._constants, self._factor, self._statistics = constants, factor, statistics
         self.divisor = vectors * constants.share
         self.lasts, self.draws = constants.lasts, constants.alone
+        self.adapts = type(constants).learn is not Constants.learn or bool(statistics.bounds)
         self._restate()
 
     @property

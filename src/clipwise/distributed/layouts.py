@@ -19,8 +19,6 @@ from clipwise.distributed import sums
 from clipwise.distributed.ranks import OneRank, Ranks
 from clipwise.errors import ConfigurationError
 from clipwise.noise.key import NoiseKey
-from clipwise.noise.mechanism import noised_sums
-from clipwise.noise.release import in_order, write_gradients
 from clipwise.privacy import Part
 
 Parameters = Mapping[str, nn.Parameter]
@@ -69,8 +67,8 @@ class Layout:
         """Raise if the layout does not support a piece with so many records."""
 
     def joined_squares(self, squares: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The squared norms of whole gradients, from those of the parts on each rank."""
-        return squares
+        """The squared norms of whole gradients, from those of the parts on each rank, if `splits_gradients`."""
+        raise NotImplementedError
 
     def stored_tensor(self, t: Tensor) -> Tensor:
         """The tensor of this rank that holds the values of a parameter or buffer of the model."""
@@ -83,9 +81,12 @@ class Layout:
     def noised(
         self, total: dict[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey
     ) -> dict[str, Tensor]:
-        """(sum + noise) / divisor. Every rank draws the same noise, so all have the same release."""
-        in_order(self.stored, total)
-        return noised_sums(total, parts, divisor, key)
+        """`mechanism.noised_sums` for the shards of this rank. Replicas draw the same noise."""
+        raise NotImplementedError
+
+    def write(self, gradients: Mapping[str, Tensor]) -> None:
+        """`mechanism.write_gradients` for shards."""
+        raise NotImplementedError
 
     def whole_release(self, released: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The released values with every entry of each parameter."""
@@ -97,10 +98,6 @@ class Layout:
 
     def require_whole_weights(self, reader: str) -> None:
         """Raise if `reader` is not "" and no rank has the whole weights after an update."""
-
-    def write(self, gradients: Mapping[str, Tensor]) -> None:
-        """Write `.grad` of the parameters that the optimizer holds."""
-        write_gradients(self.stored, gradients)
 
     def whole_state(self) -> dict[str, Any]:
         """The `state_dict` of the model with every entry, on the CPU if the model is sharded."""

@@ -14,10 +14,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from clipwise.noise.gaussian import gaussian, gaussian_in_pieces
+from clipwise.noise.gaussian import BUCKET, buckets, gaussian, gaussian_in_pieces
 from clipwise.noise.key import NoiseKey
-from clipwise.noise.mechanism import noise_label, secure_label
-from clipwise.noise.release import BUCKET, buckets, scales_of
+from clipwise.noise.mechanism import noise_label, scales_of, secure_label
 from clipwise.noise.secure import noised_on_grid, rounded_gaussian
 from clipwise.privacy import Part
 

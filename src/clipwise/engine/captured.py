@@ -31,8 +31,7 @@ from clipwise.engine.pieces import FixedRows, count_of, pieces_of
 from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
-from clipwise.noise.mechanism import noise_labels, noised_by_part
-from clipwise.noise.release import Draw, in_order_of, laid_as
+from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_by_part
 
 if TYPE_CHECKING:
     from clipwise.engine.traced_sum import TracedSum

@@ -54,7 +54,7 @@ class StepContext:
         is_described: whether the ledger has an up-to-date description of this run.
         is_seeded: whether a seed was given; then no guarantee is claimed.
         must_load: whether the ledger holds another run, which only `load_state_dict` can continue.
-        followed: the number of releases already taken into averages and bounds.
+        is_followed: whether the averages contain the last release.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -76,7 +76,7 @@ class StepContext:
         multi_run.require_unused(key.id, plan.ledger)
         plan.ledger.enter(self.tag, self)
         self.observer = observer.current()
-        self.followed = 0
+        self.is_followed = True
         self.in_step = False
         self.partial: tuple[dict[str, Tensor], object] | None = None
         other: StepContext | None = training_loop.require_alone(self, plan.parameters)
@@ -198,7 +198,7 @@ class StepContext:
 
     def follow_weights(self, is_updated: bool) -> None:
         """Recompute bounds and noise from the current weights and clipping constants."""
-        if self.clipper.follow(is_updated):
+        if self.clipper.adapts and self.clipper.follow(is_updated):
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)
@@ -211,11 +211,11 @@ class StepContext:
         `has_stepped` is whether an optimizer has just updated the weights with a released gradient. Only then the
         averages are updated. (Fused optimizers do not increase torch's version counters.)
         """
-        self.clipper.settle()
-        made = self.made()
-        is_new = self.followed != made
+        if self.clipper.adapts:
+            self.clipper.settle()
+        is_new = not self.is_followed
         is_updated = is_new or has_stepped
-        self.followed = made if has_stepped else self.followed
+        self.is_followed |= has_stepped
         if self.plan.public_statistics is not None:
             self.plan.public_statistics.refresh(force=is_updated)
         self.follow_weights(is_updated)

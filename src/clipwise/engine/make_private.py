@@ -208,7 +208,8 @@ def make_private(
     statistics.require_correctable(parameters)
     statistics.refresh()  # a strategy may measure the model
     layout.require_strategy(strategy, plain(max_physical_batch_size), loss is not None)
-    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty, layout.joined_squares)
+    joined = layout.joined_squares if layout.splits_gradients else None
+    site = Site(model, layout.used, draws.adjacency, draws.unit, scheme, fetcher.empty, joined)
     with layout.whole_weights():
         clipper = strategy.attach(site)
     parts = parts_of(clipper, parameters, z, strategy.split, noise)

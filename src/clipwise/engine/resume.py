@@ -96,7 +96,7 @@ def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
         )
     context.is_described, keys.is_new = False, is_new or not continues
     context.must_load, context.partial, context.in_step = False, None, False
-    context.followed = context.made()
+    context.is_followed = True
     context.follow_weights(is_updated=False)
     if context.plan.public_statistics is not None:
         context.plan.public_statistics.refresh(force=True)

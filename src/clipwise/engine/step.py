@@ -28,6 +28,7 @@ from clipwise.engine.context import StepContext
 from clipwise.errors import BudgetExhausted, LedgerError, StepError
 from clipwise.gradients.outline import explain
 from clipwise.ledger import crash_points, multi_run
+from clipwise.noise.mechanism import noised_sums, write_gradients
 from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
@@ -59,7 +60,8 @@ def reporting_failures(function: Callable[Concatenate[StepContext, P], T]) -> Ca
 def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     """The rows that the loader yields for a piece, marked for the independence probe, with their random views."""
     context.require_open()
-    context.require_loaded()
+    if context.must_load:
+        context.require_loaded()
     layout, is_first = context.layout, piece.index_in_batch == 0
     if layout.is_sharded:
         layout.require_piece(piece.size)
@@ -69,7 +71,8 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     context.guard.before_draw()
     context.loop.draws_from_key = False
     weights = context.weights
-    moves_weights = context.clipper.moves_weights or bool(context.clipper.frozen)
+    clipper = context.clipper
+    moves_weights = clipper.moves_weights or bool(clipper.adapts and clipper.frozen)
     weights.require(weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False))
     context.follow_update()
     if moves_weights:
@@ -103,8 +106,9 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
     """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
     context.require_open()
     piece = context.loader.awaited()
-    context.require_no_local_update("private.step")
-    strategy, observer = context.strategy, context.observer
+    strategy, clipper, observer = context.strategy, context.clipper, context.observer
+    if strategy.has_local_update:
+        context.require_no_local_update("private.step")
     if losses is None:
         step_inputs.require_empty(piece.size)
         begin(context, piece)
@@ -125,7 +129,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
                 context.independence.examine(losses)
             if observer is not None:
                 losses = observer.losses(context, piece, losses)
-            clipped = context.clipper.sum_at_outputs(losses, outputs)
+            clipped = clipper.sum_at_outputs(losses, outputs) if clipper.needs_outputs else clipper.clipped_sum(losses)
         except RuntimeError as error:
             explain(error)
             raise
@@ -239,7 +243,7 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
 @contextmanager
 def releasing(context: StepContext) -> Iterator[None]:
     """Wraps a release. If it fails after it was charged, it is unknown how much of it became visible."""
-    made = context.made()
+    made = context.ledger.made(context.tag)
     try:
         yield
     except BaseException:
@@ -267,15 +271,16 @@ def release(
         check: a digest of the draw, which must be the same on all ranks.
     """
     charge(context, check)
+    context.is_followed = False
     released = noise()
     context.keys.advance()
     crash_points.reached("step.before-grad")
     write(released)
     context.weights.released.remember()
     context.weights.released.is_unused = True
-    context.clipper.parts = context.parts
-    layout = context.layout
-    if context.clipper.learn(layout.whole_release(released) if layout.is_sharded else released):
+    clipper, layout = context.clipper, context.layout
+    clipper.parts = context.parts
+    if clipper.adapts and clipper.learn(layout.whole_release(released) if layout.is_sharded else released):
         context.set_parts()
     if getattr(context.strategy, "running_statistics", None) is not None:
         context.weights.state.take()  # layers took their running statistics from the release
@@ -322,15 +327,19 @@ def charge_alone(context: StepContext) -> None:
 
 
 def noised(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of each sum. The sums are overwritten."""
-    return context.layout.noised(total, context.parts, context.clipper.divisor, context.keys.key)
+    """(sum + noise) / divisor of each sum. The sums are overwritten. Every rank draws the same noise."""
+    layout, divisor, key = context.layout, context.clipper.divisor, context.keys.key
+    if layout.is_sharded:
+        return layout.noised(total, context.parts, divisor, key)
+    return noised_sums(total, context.parts, divisor, key, context.parameters)
 
 
 def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
-    total = context.layout.reduced(total)
+    layout = context.layout
+    if layout.is_sharded or context.ranks.count > 1:
+        total = layout.reduced(total)
     if context.observer is None:
         return noised(context, total)
-    layout = context.layout
 
     def noised_whole(sums: dict[str, Tensor]) -> dict[str, Tensor]:
         return dict(layout.whole_release(noised(context, dict(layout.own_part(sums)))))
@@ -344,9 +353,12 @@ def _write(context: StepContext, released: dict[str, Tensor]) -> None:
     gradients: Mapping[str, Tensor] = released
     if context.plan.public_statistics is not None:
         gradients = context.plan.public_statistics.correct(released, context.parameters)
-    if context.clipper.frozen:
+    if context.clipper.adapts and context.clipper.frozen:
         gradients = without(gradients, context.clipper.frozen)
-    layout.write(gradients if gradients is released else layout.own_part(gradients))
+    if layout.is_sharded:
+        layout.write(gradients if gradients is released else layout.own_part(gradients))
+    else:
+        write_gradients(context.parameters, gradients)
     if context.plan.penalty is not None:
         add_penalty(context.plan.penalty, context.model, context.parameters)
 

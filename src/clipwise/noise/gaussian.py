@@ -45,6 +45,7 @@ from clipwise.noise.key import KEY_BYTES
 # Normals per chunk on the CPU: large enough to hide the cost of a call, small enough for the cache and for small models
 # to use a second thread. Another size gives other noise from the same key.
 _CPU_CHUNK = 1 << 15
+BUCKET = 16 * 2**20  # noise values per draw: 64 MiB in addition to the sums
 
 
 def gaussian(
@@ -89,6 +90,19 @@ def gaussian(
     first = start - start % _CPU_CHUNK
     noise = _on_cpu(key, [start + size - first], [std], dtype, first // _CPU_CHUNK)[start - first :].to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
+
+
+def buckets(sizes: Sequence[int]) -> list[int]:
+    """The number of consecutive sums that share each draw of noise: many small ones, or a single large one."""
+    found: list[int] = []
+    left = 0
+    for size in sizes:
+        if not found or size > left:
+            found.append(0)
+            left = max(size, BUCKET)
+        found[-1] += 1
+        left -= size
+    return found
 
 
 def gaussian_in_pieces(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipwise.noise import release
 from clipwise.noise.secure.rounded import LARGEST, grid_step, noised_on_grid, on_grid
 from clipwise.privacy import Part, effective_multiplier
 
@@ -118,7 +117,7 @@ def counting(bucket: int, size: int) -> Tensor:
 def test_every_number_gets_its_own_noise_once(
     dtype: torch.dtype, scales: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release, "BUCKET", 100)
+    monkeypatch.setattr("clipwise.noise.gaussian.BUCKET", 100)
     g, divisor = 2.0**-9, 7.3
     random = torch.Generator().manual_seed(0)
     sums = [torch.randn(s, dtype=dtype, generator=random) for s in ((3, 4), (), (150,), (60, 1), (0, 3))]

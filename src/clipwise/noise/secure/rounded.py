@@ -35,9 +35,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from clipwise.noise.gaussian import by_all_threads, taken_from
+from clipwise.noise.gaussian import buckets, by_all_threads, taken_from
 from clipwise.noise.key import KEY_BYTES
-from clipwise.noise.release import buckets
 from clipwise.noise.secure.cipher import Words, words
 from clipwise.privacy import Part
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise import PerExample, make_private
-from clipwise.noise import release
-from clipwise.noise.release import buckets, fit_together, noised, noised_together
+from clipwise.noise import mechanism
+from clipwise.noise.gaussian import buckets
+from clipwise.noise.mechanism import fit_together, noised, noised_together
 from clipwise.privacy import Part
 
 LIMIT = 100
@@ -25,7 +26,8 @@ LIMIT = 100
 @pytest.fixture(autouse=True, scope="module")
 def small_buckets() -> object:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(release, "BUCKET", LIMIT)
+        for module in ("gaussian", "mechanism"):
+            patched.setattr(f"clipwise.noise.{module}.BUCKET", LIMIT)
         yield
 
 
@@ -59,7 +61,7 @@ def put(noise: Tensor, onto: Tensor | None, divisor: float) -> Tensor:
     return noise if onto is None else noise.add_(onto.reshape(-1)).div_(divisor)
 
 
-def drawn_numbers(calls: list[tuple[int, int, torch.dtype]]) -> release.Draw:
+def drawn_numbers(calls: list[tuple[int, int, torch.dtype]]) -> mechanism.Draw:
     """Bucket k's noise is 1000 (k + 1), 1000 (k + 1) + 1, ..."""
 
     def draw(bucket: int, size: int, dtype: torch.dtype, onto: Tensor | None, divisor: float) -> Tensor:
@@ -200,7 +202,7 @@ def test_noise_falls_in_the_order_of_memory(alone: bool) -> None:
     for t, noised_sum, numbers in zip(sums, found, pieces, strict=True):
         noise = (noised_sum - t).round()
         assert torch.equal(noise.flatten().sort().values, numbers.float())
-        assert release._order(noised_sum) == release._order(t)
+        assert mechanism._order(noised_sum) == mechanism._order(t)
     mine = found[sums.index(total)] - total if alone else found[1] - total
     assert torch.equal(mine.round().permute(0, 2, 3, 1).flatten(), pieces[-1 if alone else 1].float())
     parts = [Part("a", ("a",), 1.0, 1.0), Part("b", ("b",), 1.0, 1.0)]
@@ -214,11 +216,11 @@ def test_noise_falls_in_the_order_of_memory(alone: bool) -> None:
 def test_a_sum_is_brought_into_the_order_of_its_parameter() -> None:
     parameter = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     total = torch.randn(4, 3, 2, 2, dtype=torch.float64)
-    found = release.in_order_of(parameter, total)
+    found = mechanism.in_order_of(parameter, total)
     assert found.stride() == parameter.stride() and found.dtype == torch.float64 and torch.equal(found, total)
-    assert release.in_order_of(total, total) is total
+    assert mechanism.in_order_of(total, total) is total
     spread = torch.zeros(1, 1).expand(5, 2)
-    assert release.in_order_of(torch.randn(5, 2), spread).is_contiguous()
+    assert mechanism.in_order_of(torch.randn(5, 2), spread).is_contiguous()
 
 
 def test_a_sum_in_the_middle_of_memory_is_noised_where_it_is() -> None:
@@ -231,7 +233,7 @@ def test_axes_of_size_1_do_not_make_another_order() -> None:
     parameter = torch.randn(4, 3, 1, 1)
     total = torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last)
     total = total.as_strided(total.shape, (3, 1, 3, 3))
-    found = release.in_order_of(parameter, total)
+    found = mechanism.in_order_of(parameter, total)
     assert found.stride() == parameter.stride() and found.data_ptr() == total.data_ptr()
     assert torch.equal(found, total)
 
@@ -270,10 +272,10 @@ def test_how_sums_lie_in_memory_does_not_change_where_noise_falls() -> None:
 def test_a_gradient_lies_as_its_parameter(dtype: torch.dtype) -> None:
     parameter = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     parameter = parameter.to(dtype)
-    found = release.laid_as(parameter, gradient := torch.randn(4, 3, 2, 2))
+    found = mechanism.laid_as(parameter, gradient := torch.randn(4, 3, 2, 2))
     assert found.stride() == parameter.stride() and found.dtype == dtype
     assert torch.equal(found, gradient.to(dtype))
-    assert release.laid_as(gradient, gradient) is gradient
+    assert mechanism.laid_as(gradient, gradient) is gradient
 
 
 @pytest.mark.parametrize("fused", [torch.optim.SGD, torch.optim.Adam])
