@@ -184,6 +184,7 @@ def test_steps_may_be_a_whole_float() -> None:
     assert accounting.epsilon(**{**ORDINARY, "steps": 1000.0}) == accounting.epsilon(**ORDINARY)
 
 
+@pytest.mark.slow
 def test_works_without_dp_accounting_and_names_the_missing_package() -> None:
     program = """
 import sys

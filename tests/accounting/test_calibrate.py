@@ -92,6 +92,7 @@ def test_few_distributions_are_built(entry: Make, monkeypatch: pytest.MonkeyPatc
         assert len(calls) <= 10
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.floats(0.3, 4), st.integers(0, 400), st.floats(0.7, 2))
 def test_steps_within_is_the_last_that_fits(entry: Make, epsilon: float, before: int, z: float) -> None:

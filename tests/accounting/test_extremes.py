@@ -79,6 +79,7 @@ def test_the_closed_form_has_no_holes(mu: float, delta: float, epsilon: float) -
         assert gaussian.delta(found, mu) <= max(delta, 0.4 * mu)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_mixtures_of_extremes(entry: Make, seed: int) -> None:

@@ -177,6 +177,7 @@ noises = st.floats(0.4, 8)
 counts = st.integers(1, 3000)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(schemes, rates, noises, counts)
 def test_monotone_and_below_rdp(entry: Make, sampling: str, rate: float, z: float, steps: int) -> None:

@@ -63,6 +63,7 @@ def test_rounding_costs_less_than_a_percent(monkeypatch: pytest.MonkeyPatch) -> 
     assert exact <= pld.epsilon(total, DELTA) <= 1.02 * exact  # a quarter of the kinds, so four times the error
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_different_steps_take_seconds() -> None:
     event = Event(Sampling.POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 1e-3)
     noises = np.linspace(2.0, 0.8, 10**5)

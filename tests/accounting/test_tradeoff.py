@@ -90,6 +90,7 @@ def test_subsampling_is_the_hull_of_both_orders(mu: float, rate: float) -> None:
         assert delta - LAST_DIGIT <= found.delta(epsilon) <= delta + 1e-4
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(mus, mus)
 def test_composition_of_gaussians_is_gaussian(a: float, b: float) -> None:
@@ -114,6 +115,7 @@ def test_randomized_response_composes_as_binomials_do() -> None:
     require_tight(f, truth + 1e-15, 1e-3)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.05, 3.0), st.floats(0.01, 1.0), st.floats(0.0, 6.0))
 def test_duality_round_trip(mu: float, rate: float, epsilon: float) -> None:

@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "audit.md"
 FEWER = {"runs=100": "runs=2", "models=16": "models=6"}
 
 
+@pytest.mark.slow
 def test_a_new_user_can_follow_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,7 @@ def test_a_large_delta_is_warned_of() -> None:
 EXTREMES = ("nan", "inf", "-inf", "-1", "0", "1e-320", "1e-9", "0.05", "1", "1e9", "1e308", "1e30")
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(EXTREMES), min_size=4, max_size=4), st.sampled_from(["epsilon", "tradeoff"]))
 def test_extreme_numbers_give_a_bound_or_an_error(values: list[str], command: str) -> None:

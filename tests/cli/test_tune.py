@@ -30,6 +30,7 @@ def test_the_function_of_a_script_may_have_another_name(tmp_path):
     assert found.exit_code == 2 and "train(settings), which returns" in found.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_recipe_is_tuned_and_its_runs_compose(tmp_path):
     pytest.importorskip("optuna")
     found = call("digits", "--trials", 2, "--out", tmp_path / "out")

@@ -171,6 +171,7 @@ def require_exact(model: nn.Module, inputs: tuple[Tensor, ...], memory: Memory) 
         assert (sums[name] - torch.einsum("b,b...->...", weights, g)).abs().max() <= 1e-9 * scale, name
 
 
+@pytest.mark.slow
 @THOROUGH
 @given(
     models(),

@@ -15,6 +15,7 @@ from clipwise.kernels import usable
 CHECK = "import torch; from clipwise.kernels import usable; assert not usable(torch.zeros(1))"
 
 
+@pytest.mark.slow
 def test_a_cpu_without_the_interpreter_uses_the_twins():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", CHECK], check=True, env=environment)

@@ -303,6 +303,7 @@ def lived(path: Path) -> tuple[bytes, list[tuple[int, int]]]:
     return path.read_bytes(), log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["missing", "zeros"])
 def test_no_cut_of_the_file_loses_a_release(tail: str, path: Path, instant: list[int]) -> None:
     data, log = lived(path)

@@ -20,6 +20,7 @@ from tests.lipschitz.networks import draw, ratios
 MANY = {"dense": 400, "convolutional": 300, "table": 150}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MANY)
 @pytest.mark.filterwarnings("ignore")
 def test_no_gradient_exceeds_its_bound(family: str) -> None:
@@ -32,6 +33,7 @@ def test_no_gradient_exceeds_its_bound(family: str) -> None:
     assert best > 0.9  # bounds are reached, so a smaller one would be wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dense", "convolutional"])
 @pytest.mark.filterwarnings("ignore")
 def test_no_gradient_exceeds_its_bound_under_ascent(family: str) -> None:
@@ -41,6 +43,7 @@ def test_no_gradient_exceeds_its_bound_under_ascent(family: str) -> None:
             assert ratio <= 1, f"network {seed}: {name} by {ratio}"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_gradient_exceeds_its_bound_in_float64() -> None:
     for seed in range(100):
@@ -64,6 +67,7 @@ def test_fixed_limits_that_differ_within_a_layer_bound_it_by_the_larger_one(limi
         assert bound <= always.sensitivities[name] * (1 + 1e-9), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["dense", "convolutional", "table"])
 def test_fixed_limits_bound_every_network_that_is_clipped_to_them(family: str) -> None:
@@ -77,6 +81,7 @@ def test_fixed_limits_bound_every_network_that_is_clipped_to_them(family: str) -
             assert bound <= always.sensitivities[name] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_more_effort_never_gives_larger_bounds() -> None:
     for seed in range(60):

@@ -20,6 +20,7 @@ from clipwise.recipes.sources import public_test
 from clipwise.recipes.train import begin, train
 
 NAMES = [name for name, _ in RUNS]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ def test_a_description_is_in_plain_types_and_distinguishes_spaces():
     assert described(space | {"kind": Choice(("a", 3, None, (1, 3)))}) != found
 
 
+@pytest.mark.slow
 def test_a_description_is_the_same_in_another_process():
     """Functions have other addresses there, and sets another order."""
     code = (

@@ -86,6 +86,7 @@ def test_names_are_those_of_the_model_inside() -> None:
     assert list(private._context.parameters) == list(dict(network().named_parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "in place"])
 def test_evaluation_stays_compiled(kind: str) -> None:
     calls: list[int] = []

@@ -87,6 +87,7 @@ def test_paper_makes_all_layers_equally_long(found: list[tuple[float, int]]) -> 
     assert min(lengths) == pytest.approx(max(lengths))
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.integers(0, 999), st.floats(0.05, 3), st.sampled_from([("paper", "equal"), ("optimal", "optimal")]))
 def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(seed: int, C: float, kinds: tuple[str, str]) -> None:

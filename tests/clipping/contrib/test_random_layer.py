@@ -75,6 +75,7 @@ def test_the_sum_is_that_of_the_definition(method: str, mode: str, C: float, see
             torch.testing.assert_close(found[n], torch.einsum("b,b...->...", nu, truth[n]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_mean_over_draws_is_the_layerwise_clipped_mean() -> None:
     """Each part holds a third of the examples, and is divided by a third of the expected size."""
     on, x, C, rounds = small_model(), rows(10), 0.1, 2000
