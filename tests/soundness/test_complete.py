@@ -20,7 +20,8 @@ from clipwise.gradients.forms import Form, Written
 from clipwise.gradients.layout import Layout, Ragged
 from clipwise.gradients.rules import registry
 from clipwise.gradients.walk import Node, node_name, walk
-from clipwise.validation.inventory import BufferGuard
+from clipwise.validation.inventory import Inventory
+from clipwise.validation.step_guard import BufferGuard
 from clipwise.validation.step_inputs import require_no_batch_statistics
 from tests.gradients.cases import CASES, Case, Scale, losses, oracle, trainable
 from tests.soundness.neighbours import attach
@@ -580,7 +581,7 @@ class Leaky(nn.Module):
 )
 def test_a_forward_pass_that_stores_statistics_is_refused(how: str) -> None:
     model = Leaky(how)
-    guard = BufferGuard(model)
+    guard = BufferGuard(Inventory(model))
     guard.remember()
     model(torch.randn(4, 3))
     with pytest.raises(UnsupportedModelError, match=r"(seen|late|frozen|layer\.weight)"):
@@ -590,7 +591,7 @@ def test_a_forward_pass_that_stores_statistics_is_refused(how: str) -> None:
 def test_an_embedding_that_renormalizes_what_it_looks_up_is_refused() -> None:
     """max_norm rescales the rows of the ids that are in the batch, without any noise."""
     model = nn.Embedding(5, 3, max_norm=0.1)
-    guard = BufferGuard(model)
+    guard = BufferGuard(Inventory(model))
     guard.remember()
     model(torch.tensor([[1, 2]]))
     with pytest.raises(UnsupportedModelError, match="weight"):
@@ -599,7 +600,7 @@ def test_an_embedding_that_renormalizes_what_it_looks_up_is_refused() -> None:
 
 def test_a_model_without_statistics_passes_repeatedly() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.GroupNorm(2, 4), nn.BatchNorm1d(4).eval())
-    guard = BufferGuard(model)
+    guard = BufferGuard(Inventory(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         guard.remember()

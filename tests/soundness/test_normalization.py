@@ -22,8 +22,8 @@ from clipwise.gradients import METHODS
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.privacy import Adjacency
 from clipwise.validation.coupling import IndependenceProbe
-from clipwise.validation.inventory import BufferGuard
-from clipwise.validation.model_state import ModelState
+from clipwise.validation.inventory import ModelState
+from clipwise.validation.step_guard import BufferGuard
 from tests.layers.normalized import SOUND, images, labels, losses_of, network, public, sound
 from tests.soundness.neighbours import DISTORTIONS, FACTORS, Batch, attach, clipped_sum, excess
 from tests.soundness.published_normalization import moved_by_an_outlier, moved_by_kind, published

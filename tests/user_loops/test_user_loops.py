@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from clipwise.engine import private
-from clipwise.validation.model_state import ModelState
-from clipwise.validation.training_loop import ReleasedGradients
+from clipwise.validation.inventory import ModelState
+from clipwise.validation.verified_weights import ReleasedGradients
 from tests.user_loops import run
 from tests.user_loops.run import ACTIONS, Outcome, sequence
 

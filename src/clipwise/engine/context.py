@@ -12,7 +12,6 @@ from clipwise.clipping import Clipper, noised_parts
 from clipwise.clipping.base import Parameters, Split
 from clipwise.engine import describe, observer
 from clipwise.engine.plan import Plan
-from clipwise.engine.verified_weights import VerifiedWeights
 from clipwise.errors import LedgerError, StepError
 from clipwise.gradients.real_views import dimension
 from clipwise.ledger import multi_run
@@ -27,8 +26,9 @@ from clipwise.sampling.loader import Piece
 from clipwise.validation import training_loop
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest
-from clipwise.validation.step_inputs import StepGuard
+from clipwise.validation.step_guard import StepGuard
 from clipwise.validation.training_loop import LoopWarnings
+from clipwise.validation.verified_weights import VerifiedWeights
 
 
 class StepContext:
@@ -82,7 +82,7 @@ class StepContext:
         other: StepContext | None = training_loop.require_alone(self, plan.parameters)
         self.weights: VerifiedWeights = VerifiedWeights(plan, None if other is None else other.weights.state)
         self.guard = StepGuard(
-            plan.model,
+            self.weights.state.inventory,
             plan.parameters,
             self.weights.released,
             is_coupled=plan.strategy.is_coupled,
@@ -97,7 +97,7 @@ class StepContext:
         self.described_strategy: dict[str, Any] = {}
         if plan.loss is not None and not plan.strategy.is_coupled:
             self.plan_test(plan.loss)
-        self.step_hooks: list[RemovableHandle] = training_loop.watch_steps(plan.optimizer, self)
+        self.step_hooks: list[RemovableHandle] = []
         self.loader: PrivateLoader
 
     def key_of_rank_0(self, own: NoiseKey) -> NoiseKey:

@@ -61,6 +61,7 @@ class Private:
             ranks=context.layout.share[1],
             **plan.loader_options,
         )
+        context.step_hooks = pipeline.watch_steps(context)
         if watch is not None:
             context.keys.key, context.is_seeded = context.key_of_rank_0(watch.begins(context)), True
         context.loop.is_reproducible = context.is_seeded

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from clipwise.clipping.contrib.sparse import without
 from clipwise.distributed import followers
@@ -73,7 +75,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     weights = context.weights
     clipper = context.clipper
     moves_weights = clipper.moves_weights or bool(clipper.adapts and clipper.frozen)
-    weights.require(weights.state.changed_before_update() if moves_weights else weights.state.changed(may_wait=False))
+    weights.before_draw(moves_weights)
     context.follow_update()
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries restored
@@ -85,7 +87,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     if context.plan.loss is not None and is_tested:
         arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
         context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
-    context.guard.at_draw(batch)
+    context.guard.remember(batch)
     # Marked before the views are drawn, so that gradients at the inputs are per example.
     return viewed(context, batch if context.independence is None else context.independence.mark(batch), piece)
 
@@ -192,18 +194,14 @@ def padded_rows(
 
 def begin(context: StepContext, piece: Piece) -> None:
     """The checks before a piece of a batch is used."""
-    weights = context.weights
     context.guard.before_step()
     context.in_step = False  # an exhausted budget does not depend on the batch
     if context.plan.budget is not None:
         context.ledger.require_allowed(context.plan.budget, context.event, context.tag)
     context.in_step = True
-    weights.released.require_used()
-    if piece.last:
-        weights.require(weights.state.changed_before_update())
+    context.weights.before_step(piece.last)
     if context.loop.before_step():
         context.is_described = False  # the next release puts it into the ledger
-    weights.released.clear()
     if context.clipper.draws:
         context.clipper.secret = context.keys.key.derive(f"clipper/{piece.number}")
 
@@ -381,6 +379,22 @@ def update(context: StepContext, is_released: bool = True, step: Callable[[], ob
         weights.state.is_updating = False
         weights.state.take()
     return True
+
+
+def watch_steps(context: StepContext) -> list[RemovableHandle]:
+    """Watch the optimizer's steps. The hooks hold the run weakly: the optimizer may live longer."""
+    watching, optimizer = ref(context), context.optimizer
+
+    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (found := watching()) is not None and not found.weights.state.is_updating:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+            found.weights.before_user_step(has_closure=closure is not None)
+
+    def after(*_: object) -> None:
+        if (found := watching()) is not None and not found.weights.state.is_updating:
+            found.after_user_step()
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
 def count_broken_step(context: StepContext, error: BaseException | None) -> None:

@@ -39,6 +39,7 @@ class PublicBatchNorm(nn.Module):
         - Assumption: the public rows are not drawn from the private records.
     """
 
+    buffers_follow_weights = True  # so that ModelState does not record them
     running_mean: Tensor
     running_var: Tensor
 

@@ -27,9 +27,10 @@ from clipwise.gradients import FallbackWarning
 from clipwise.sampling.batch_structure import arguments_of, take_rows, tensors_in, with_zeros
 from clipwise.validation.arguments import require_module, require_takes
 from clipwise.validation.coupling import IndependenceProbe
-from clipwise.validation.inventory import BufferGuard
+from clipwise.validation.inventory import Inventory
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
+from clipwise.validation.step_guard import BufferGuard
 from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
 from clipwise.validation.uncompiled import uncompiled
 
@@ -123,7 +124,7 @@ def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ConfigurationError("model has no trainable parameter: every requires_grad is False.")
-    guard, probe = BufferGuard(model), None if strategy.is_coupled else IndependenceProbe()
+    guard, probe = BufferGuard(Inventory(model)), None if strategy.is_coupled else IndependenceProbe()
     guard.remember()
     batch = subject.batch if probe is None else probe.mark(subject.batch)
     losses = require_losses(subject.run(batch, model=model), subject.size, strategy.is_coupled)

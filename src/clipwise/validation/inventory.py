@@ -1,33 +1,29 @@
-"""The tensors of a model: cached lists of them, and detection of changes.
+"""Lists of the tensors of a model, and whether something else than the private run changed them.
 
-A step needs lists of parameters, buffers and layers several times, and walking the modules takes longer than all checks
-together. They are rebuilt only if something was added, removed or replaced. Changes show in torch's version counters,
-and in checksums for writes that torch does not count.
+A privacy statement is about the current weights. A run therefore records every parameter and buffer after
+`make_private` and after each update, and compares (`ModelState`). Version counters and addresses are free, but miss
+writes through `.data`, by fused optimizers and by replayed CUDA graphs. Checksums find these in one pass over memory.
 
-`BufferGuard` detects forward passes that store data in buffers, parameters or attributes of modules. A running mean in
-a buffer, a NumPy array or a list would be published with the model without noise. The model is compared at the draw of
-a batch and at the step on its losses.
+Walking a model costs more than comparing it. So the lists are kept (`Inventory`) as long as the ids, types and names of
+modules, parameters, buffers and attributes show that nothing was added, removed or replaced.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, methodcaller
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from clipwise.errors import UnsupportedModelError
-from clipwise.sampling.batch_structure import tensors_in
-
 _VALUES = methodcaller("values")
 _KEEPS_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_SAMPLED = 128  # entries of each tensor that are compared before an update and after a dtype change
+_SAMPLED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Inventory:
@@ -37,7 +33,8 @@ class Inventory:
         tensors: (name for messages, dictionary, key) of every buffer, parameter and tensor in a plain attribute.
             Tensors that follow from weights alone are left out, since weights are released: spectral norm's power
             iteration, and weights that torch computes from a parametrization.
-        state: (name, module, dictionary, key) of every buffer and parameter among these.
+        state: (name, module, dictionary, key) of every buffer and parameter among these, without buffers that follow
+            from weights and public rows alone (`PublicBatchNorm`).
         parameters: the result of `named_parameters`.
         statistics: layers that may keep batch statistics.
         modules: the result of `named_modules`.
@@ -80,6 +77,7 @@ class Inventory:
             (f"{prefix}.{name}" if prefix else name, module, tensors, name)
             for prefix, module in named
             for tensors in (module._parameters, module._buffers)
+            if tensors is module._parameters or not getattr(module, "buffers_follow_weights", False)
             for name in tensors
         ]
 
@@ -180,143 +178,185 @@ class Changes:
         return [t.data_ptr() for t in self._tensors]
 
 
-_TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
-_PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
-_BUILT_IN = frozenset(vars(nn.Module()))  # attributes of every module
-_DEEPEST = 4
-_MOST = 10_000  # entries of one container
-_MOST_OF_ARRAY = 1_000_000
-_IGNORED = (str, bytes, bool, type(None), nn.Module, nn.Parameter)
-_CHANGED = (
-    "was set or changed between the draw of a batch and private.step, for instance by a forward pass that stores "
-    "statistics. It would be published with the model without any noise. Set it before the first batch, from public "
-    "data. Update parameters before the next batch is drawn. Return from forward what the loss needs."
-)
-_FIRST_PASS = (
-    "(If only the first forward pass sets it, run the model on synthetic rows before make_private. A count of forward "
-    "passes is allowed if it advances by the same number each time.)"
-)
+class ModelState:
+    """Every parameter and buffer of a model after the last verified update.
 
-Snapshot = dict[str, tuple[object, object]]  # by name: the value if it is an int, and comparable contents
+    Runs with the same model and ledger share it.
 
-
-class BufferGuard:
-    """Compares parameters, buffers and attributes at the draw of a batch and at the step on its losses."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.inventory = Inventory(model)
-        self._versions: dict[str, tuple[object, ...]] = {}
-        self._held: list[Tensor] = []  # keeps their ids from being reused
-        self._tensors_left, self._plain_left = _TENSOR_BATCHES, _PLAIN_BATCHES
-        self._plain = PlainState()
-
-    def remember(self, batch: object = None) -> None:
-        """Record the state at the draw of a batch."""
-        self.inventory.up_to_date()
-        self._versions, self._held = self._now()
-        if self._plain_left:
-            self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
-
-    def compare(self) -> None:
-        """Raise if the state changed since `remember`."""
-        self.inventory.up_to_date()
-        self.compare_listed()
-
-    def compare_listed(self) -> None:
-        """`compare` with an inventory that is up to date."""
-        now, held = self._now()
-        if now != self._versions:
-            for name, version in now.items():
-                if self._versions.get(name) != version:
-                    raise UnsupportedModelError(f"{name} {_CHANGED}")
-        if self._plain_left:
-            if (changed := self._plain.changed(self.inventory.modules)) is not None:
-                raise UnsupportedModelError(f"Attribute {changed!r} {_CHANGED} {_FIRST_PASS}")
-            self._plain_left -= 1
-        if self._tensors_left:
-            self._tensors_left -= 1
-            now, held = self._now()  # without checksums after the last compared batch
-        self._versions, self._held = now, held
-
-    def _now(self) -> tuple[dict[str, tuple[object, ...]], list[Tensor]]:
-        listed = ((name, tensors[key]) for name, tensors, key in self.inventory.tensors)
-        found = [(name, t) for name, t in listed if t is not None]
-        versions: dict[str, tuple[object, ...]] = {name: (id(t), t._version) for name, t in found}
-        if self._tensors_left:
-            readable = {name: t for name, t in found if not is_lazy(t)}
-            for name, checksum in zip(readable, checksums(readable.values()).tolist(), strict=True):
-                versions[name] = (*versions[name], checksum)
-        return versions, [t for _, t in found]
-
-
-class PlainState:
-    """Compares numbers, NumPy arrays and containers in the attributes of modules.
-
-    An int may advance by the same amount in each forward pass, unless that is the number of examples: a count of calls
-    is public. Strings, flags and objects of other libraries are not compared. Objects of classes defined in the same
-    Python module are.
+    Args:
+        model: the model.
+        stored: maps a parameter or buffer to the tensor that holds its values in this process; None if that is the
+            parameter or buffer itself, as in a model that is not sharded.
     """
 
-    def __init__(self) -> None:
-        self._before: Snapshot = {}
-        self._advances: dict[str, int] = {}
-        self._sizes: set[int] = set()
+    def __init__(self, model: nn.Module, stored: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._stored = stored
+        self.is_updating = False  # whether a run steps the optimizer on a released gradient
+        self.inventory = Inventory(model)
+        self._saved: set[tuple[int, ...]] = set()  # checksums of checkpoints and of the initial weights
+        self._found: list[str] = []  # names of tensors changed before an update
+        self._moved: Tensor | None = None  # changed entries of the sample, still on an accelerator
+        self._tensors: dict[str, Tensor] = {}
+        self._views: dict[str, Tensor] = {}
+        self._places: list[tuple[str, int, int]] = []
+        self.take()
+        self.save()  # restoring the initial weights is allowed
 
-    def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
-        """Record the attributes at the draw of a batch. `sizes` are the lengths of its tensors."""
-        self._before, self._sizes = _snapshot(modules), sizes - {1}
+    def take(self) -> None:
+        """Record the model after an update of verified weights. Does not synchronise."""
+        tensors = self._tensors_now()
+        places = _places(tensors)
+        if places != self._places:
+            self._found = self._found_before()
+            self._tensors, self._places, self._views = tensors, places, _sampled(tensors)
+            self._dtypes = {name: t.dtype for name, t in tensors.items()}
+        self._versions, self._sums = _versions(tensors), checksums(tensors.values())
+        self._sample = self._sample_now()
 
-    def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-        """Return the name of an attribute that changed since `remember`, other than a count of calls."""
-        now = _snapshot(modules)
-        for name in sorted(now.keys() | self._before.keys()):
-            before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
-            if before[1] != after[1] and not self._is_count(name, before[0], after[0]):
-                return name
-        self._before = now
-        return None
+    def accept(self) -> None:
+        """Accept the current model and discard earlier findings."""
+        self._found, self._moved = [], None
+        self.take()
 
-    def _is_count(self, name: str, before: object, after: object) -> bool:
-        if not isinstance(before, int) or not isinstance(after, int):
-            return False
-        advance = after - before
-        if advance in self._sizes and name not in self._advances:
-            return False
-        return self._advances.setdefault(name, advance) == advance
+    def is_of_same_tensors(self) -> bool:
+        """Whether the model has parameters and buffers with the same names as before."""
+        return self._tensors_now().keys() == self._tensors.keys()
+
+    def was_counted(self) -> bool:
+        """Whether torch counted a write, or a tensor was replaced or moved. Does not synchronise."""
+        return self._is_counted(self._tensors_now())
+
+    def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
+        """Return the names of tensors that changed, were added or were removed since `take`.
+
+        Equal contents elsewhere are accepted (`.to(device)`, weights swapped and restored). So are contents rounded to
+        another dtype (`.half()`), those of a checkpoint of the run, and the initial ones.
+
+        Args:
+            looks_inside: compare contents even if torch counted no write.
+            may_wait: also read what `changed_before_update` left on an accelerator.
+        """
+        now = self._tensors_now()
+        is_counted = self._is_counted(now)
+        found = self._found_before() if may_wait else self._found
+        if found or not (is_counted or looks_inside):
+            return found
+        if now.keys() != self._tensors.keys():
+            return sorted(now.keys() ^ self._tensors.keys())
+        sums = checksums(now.values())
+        differ = (sums != self._sums.to(sums.device)).tolist()
+        found = [name for name, is_other in zip(now, differ, strict=True) if is_other]
+        found = [name for name in found if name not in self._rounded(found, now)]
+        if found and tuple(sums.tolist()) not in self._saved:
+            return found
+        if is_counted:
+            self.take()
+        return []
+
+    def changed_before_update(self) -> list[str]:
+        """Run `changed` before an update overwrites the contents. Does not synchronise.
+
+        Writes that torch does not count show in a sample of each tensor: an update by a fused optimizer or through
+        `.data` moves nearly all entries. On an accelerator the result stays there until the next `changed`.
+        """
+        if self.was_counted():
+            return self.changed()
+        moved = _bits(self._sample_now()) != _bits(self._sample)
+        if moved.device.type == "cpu":
+            return self.changed(looks_inside=True) if bool(moved.any()) else []
+        self._moved = moved if self._moved is None else self._moved | moved
+        return []
+
+    def save(self) -> dict[str, int]:
+        """Return checksums of the model's `state_dict`, in plain types. These contents are accepted later."""
+        values = self._sums.tolist()
+        self._saved.add(tuple(values))
+        kept = self._persistent()
+        return {name: value for name, value in zip(self._tensors, values, strict=True) if name in kept}
+
+    def checksums_of(self, state: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the checksums of a `state_dict` of the model with the entries of all ranks."""
+        kept = self._persistent()
+        now = {name: state[name] for name in self._tensors_now() if name in kept}
+        return dict(zip(now, checksums(now.values()).tolist(), strict=True))
+
+    def differing(self, saved: Mapping[str, int], whole: Mapping[str, Tensor] | None = None) -> list[str]:
+        """Return the names of tensors that differ from the checksums that `save` returned.
+
+        `whole` is the `state_dict` with the entries of all ranks, for a sharded model.
+        """
+        values = self.checksums_of(self._tensors_now() if whole is None else whole)
+        return sorted(n for n in values.keys() | saved.keys() if values.get(n) != saved.get(n))
+
+    def _found_before(self) -> list[str]:
+        if self._moved is not None:
+            moved, self._moved = self._split(self._moved.cpu()), None
+            self._found += [name for name, those in moved.items() if bool(those.any())]
+        return self._found
+
+    def _sample_now(self) -> Tensor:
+        return torch.cat(list(self._views.values())) if self._views else torch.zeros(0)
+
+    def _split(self, sample: Tensor) -> dict[str, Tensor]:
+        lengths = [len(view) for view in self._views.values()]
+        return dict(zip(self._views, torch.split(sample, lengths), strict=True))
+
+    def _tensors_now(self) -> dict[str, Tensor]:
+        stored = self._stored
+        return {
+            name: t if stored is None else stored(t)
+            for name, _, tensors, key in self.inventory.up_to_date().state
+            if (t := tensors[key]) is not None and not is_lazy(t)
+        }
+
+    def _is_counted(self, now: Mapping[str, Tensor]) -> bool:
+        return _versions(now) != self._versions or _places(now) != self._places
+
+    def _persistent(self) -> set[str]:
+        """Return the names in a `state_dict` of the model."""
+        return {
+            name
+            for name, module, tensors, key in self.inventory.state
+            if tensors is module._parameters or key not in module._non_persistent_buffers_set
+        }
+
+    def _rounded(self, found: list[str], now: Mapping[str, Tensor]) -> set[str]:
+        """Return those with another dtype that hold the recorded numbers, rounded. Compares a sample."""
+        before = self._split(self._sample)
+        after = _sampled({name: now[name] for name in found if now[name].dtype != self._dtypes[name]})
+        return {
+            name
+            for name, sample in after.items()
+            if name in before
+            and before[name].shape == sample.shape
+            and torch.allclose(before[name].to(sample), sample, rtol=0, atol=0, equal_nan=True)
+        }
 
 
-def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
+def _versions(tensors: Mapping[str, Tensor]) -> list[int]:
+    return [t._version for t in tensors.values()]
+
+
+def _places(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int]]:
+    return [(name, id(t), t.data_ptr()) for name, t in tensors.items()]
+
+
+def _bits(sample: Tensor) -> Tensor:
+    """Return the bits for comparison: NaN is not equal to itself."""
+    return sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.itemsize])
+
+
+def _sampled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of evenly spaced entries of each tensor; empty for a model on several devices."""
+    if len({t.device for t in tensors.values()}) > 1:
+        return {}
+
+    def is_dense(t: Tensor) -> bool:
+        is_channels_last = t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last)
+        return t.layout is torch.strided and t.data_ptr() != 0 and (t.is_contiguous() or is_channels_last)
+
     return {
-        f"{prefix}.{name}" if prefix else name: (
-            value if type(value) is int else None,
-            _held(value, type(module).__module__, 0),
-        )
-        for prefix, module in modules
-        for name, value in vars(module).items()
-        if name not in _BUILT_IN and not isinstance(value, (Tensor, *_IGNORED))
+        name: t.detach().as_strided((t.numel(),), (1,))[:: max(1, t.numel() // _SAMPLED)][:_SAMPLED]
+        for name, t in tensors.items()
+        if t.dtype in _SAMPLED_TYPES and is_dense(t)
     }
-
-
-def _held(value: Any, home: str, depth: int) -> object:
-    """Return the contents of a value in a comparable form; None if they are not compared."""
-    if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
-        return repr(value)  # NaN equals itself
-    if isinstance(value, np.ndarray):
-        entries = value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY]
-        return value.shape, repr(entries) if value.dtype == object else hash(entries.tobytes())
-    if isinstance(value, Tensor):
-        return id(value), value._version, value.shape
-    if depth == _DEEPEST:
-        return None
-    if isinstance(value, (str, bytes, bool)):
-        return value
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    elif isinstance(value, Set):
-        return len(value), frozenset(map(repr, list(value)[:_MOST]))
-    elif type(value).__module__ == home and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        value = list(vars(value).items())
-    elif not isinstance(value, (list, tuple, deque)):
-        return None
-    members = list(value)
-    return len(members), tuple(_held(member, home, depth + 1) for member in members[:_MOST])

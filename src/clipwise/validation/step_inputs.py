@@ -11,9 +11,7 @@ from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.coupling import PAIRS, USE_BATCH
-from clipwise.validation.inventory import BufferGuard
 from clipwise.validation.marked import tracked
-from clipwise.validation.training_loop import ReleasedGradients
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -185,64 +183,3 @@ def require_rows(batch: object, size: int) -> None:
             "step(*batch) takes the last batch of private.loader: tensors with a first dimension that counts its "
             "examples. Do not drop, repeat or pool examples, and add nothing else to it."
         )
-
-
-class StepGuard:
-    """All checks of the model around one step of a private run.
-
-    Args:
-        model: the model to train.
-        parameters: the trainable parameters at `make_private`.
-        released: the gradients that the run wrote to `.grad`.
-        is_coupled: whether whole microbatches are clipped, within which examples may depend on one another.
-        has_local_update: whether a step works on a copy of the model, which may keep statistics.
-        used: the parameters in the model during a step, if it is sharded.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
-        released: ReleasedGradients,
-        is_coupled: bool = False,
-        has_local_update: bool = False,
-        used: Mapping[str, nn.Parameter] | None = None,
-    ) -> None:
-        self._parameters, self._used, self._released = parameters, used or parameters, released
-        self._is_coupled, self._has_local_update = is_coupled, has_local_update
-        self._forward = BufferGuard(model)
-
-    def before_draw(self) -> None:
-        """Check before the next batch is drawn."""
-        self._forward.inventory.up_to_date()
-        self._require_same_parameters()
-
-    def at_draw(self, batch: object) -> None:
-        """Record the state that the forward pass may not change."""
-        self._forward.remember(batch)
-
-    def before_step(self) -> None:
-        """Check before the losses are used.
-
-        The model is unchanged since the draw, no layer keeps statistics, no parameter has hooks, and `.grad` holds only
-        gradients that the run wrote.
-        """
-        inventory = self._forward.inventory.up_to_date()
-        if not self._has_local_update:
-            for name, module in inventory.statistics:
-                require_no_statistics_in(name, module, self._is_coupled)
-        self._forward.compare_listed()
-        require_no_hooks(self._parameters)
-        self._require_same_parameters()
-        self._released.require_own()
-
-    def _require_same_parameters(self) -> None:
-        """Raise if the trainable parameters are not those of `make_private`."""
-        for name, p in self._forward.inventory.parameters:
-            is_known = p is self._parameters.get(name, p) or p is self._used.get(name)
-            if p.requires_grad != (name in self._parameters) or not is_known:
-                raise StepError(
-                    f"Parameter {name!r} was added, replaced, or its requires_grad changed after make_private: build "
-                    "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "
-                    "a new private run."
-                )

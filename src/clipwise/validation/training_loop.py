@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, ref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.hooks import RemovableHandle
 
 from clipwise.errors import ConfigurationError, StepError, warn
-from clipwise.gradients.real_views import own_part
 from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
@@ -26,154 +24,10 @@ if TYPE_CHECKING:
 
 # By the id of a parameter. The run keeps the parameter alive.
 _RUNS: WeakValueDictionary[int, StepContext] = WeakValueDictionary()
-_SAMPLED = 32  # entries of each gradient
-_NEAR = 1e-5  # relative: rounding of a gradient that was multiplied
 _LEAST_SCALE = 128.0  # of a GradScaler, which starts at 65536
 _SOURCES = ("", "key", "torch", "seeded")  # of random layers' draws, strongest first; "" before the first step
 
 DECLARED = ("public", "post-processing")
-CLEARED = (
-    "optimizer.step() found no gradient: the one that private.backward released was cleared before it was used. It is "
-    "still counted. Call optimizer.zero_grad() after optimizer.step(), or not at all: private.backward overwrites "
-    "each gradient."
-)
-RESCALED = (
-    "Gradients were changed between private.backward and optimizer.step() (clip_grad_norm_, GradScaler.unscale_, a "
-    "factor). They are already clipped and noised, so this costs no privacy; it only changes the size of the update. "
-    "Remove it: max_norm of the strategy bounds each example, and lr sets the size of the update."
-)
-FOREIGN = (
-    "private.optimizer was stepped on gradients that private.backward did not write, as in a plain loss.backward(); "
-    "optimizer.step() loop. Nothing bounds them and no noise was added. The next batch, spent() and statement() will "
-    "raise. If the update came from public data or from released values alone, call "
-    "private.declare_update(kind='public' or 'post-processing', reason=...)."
-)
-
-
-def unverified(changed: Sequence[str]) -> str:
-    """Return the message for a model that something else than the run changed."""
-    what = "private.optimizer was stepped on gradients that private.backward did not write"
-    if changed:
-        what = f"{changed[0]!r} is not what the last release, or make_private, left in the model"
-        what += f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-    return (
-        f"{what}. Something else than this run changed it: a plain loss.backward() and optimizer.step(), a second "
-        "optimizer, load_state_dict, or a forward pass that updates a buffer (call model.eval() before it). No "
-        "statement about the model would be true. If the change came from private data, go back to a checkpoint of "
-        "this run: model.load_state_dict(...), then private.load_state_dict(...). If it came from public data or from "
-        "released values alone, call private.declare_update(kind='public' or 'post-processing', reason=...): the "
-        "statement reports it as your assertion."
-    )
-
-
-class ReleasedGradients:
-    """The gradients that `private.backward` wrote to `.grad`.
-
-    Attributes:
-        is_unused: whether no update has used the last released gradient.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.is_unused = False
-        self._parameters = parameters
-        self._written: dict[str, tuple[Tensor, int]] = {}
-        self._sample: Tensor | None = None
-
-    def remember(self, keeps_sample: bool = False) -> None:
-        """Record `.grad` as released. A sample of it allows a multiple to be recognised later."""
-        grads = self._grads()
-        self._written = {name: (grad, grad._version) for name, grad in grads.items()}
-        self._sample = _sample_of(grads) if keeps_sample else None
-
-    def clear(self) -> None:
-        """Set `.grad` to None to free its memory."""
-        for p in self._parameters.values():
-            p.grad = None
-        self._written, self._sample = {}, None
-
-    def is_foreign(self, name: str, grad: Tensor) -> bool:
-        """Whether the run did not write this gradient, and it is not zero (as after `zero_grad(set_to_none=False)`)."""
-        return not self._is_written(name, grad) and bool(grad.any())
-
-    def require_own(self) -> None:
-        """Raise if `.grad` holds gradients that the run did not write."""
-        for name, grad in self._grads().items():
-            if self.is_foreign(name, grad):
-                raise StepError(
-                    f"Parameter {name!r} has a gradient that private.backward did not write. If your code calls "
-                    "backward() on the losses, remove that call: it is not private. If you changed .grad after "
-                    "private.backward, or another private run trains this model too, call optimizer.zero_grad() "
-                    "after the update."
-                )
-
-    def require_used(self) -> None:
-        """Raise if no update has used the last released gradient: the next one would overwrite it."""
-        if self.is_unused and any(self._is_written(n, g) or bool(g.any()) for n, g in self._grads().items()):
-            raise StepError(
-                "private.backward was called again before optimizer.step(). Gradients of several batches are not "
-                "accumulated in .grad, so the last one, which is already counted, would be lost. Nothing more was "
-                "released. Call optimizer.step() for each complete batch, as private.step does. For more examples per "
-                "step, give make_private a larger batch_size, and max_physical_batch_size to fit it into memory. To "
-                "discard a released gradient, call optimizer.zero_grad()."
-            )
-
-    def warning(self) -> str | None:
-        """Return a warning about the gradients that an optimizer is about to use, or None."""
-        grads = self._grads()
-        if any(self.is_foreign(name, grad) for name, grad in grads.items()) or self._was_written_to(grads):
-            return RESCALED if self._is_rescaled(grads) else FOREIGN
-        is_there = any(self._is_written(name, grad) for name, grad in grads.items())
-        return CLEARED if self.is_unused and not is_there else None
-
-    def _grads(self) -> dict[str, Tensor]:
-        grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
-        return {name: g if type(g) is Tensor else own_part(g) for name, g in grads}
-
-    def _is_written(self, name: str, grad: Tensor) -> bool:
-        written = self._written.get(name)
-        return written is not None and grad is written[0] and grad._version == written[1]
-
-    def _was_written_to(self, grads: Mapping[str, Tensor]) -> bool:
-        """Whether gradients changed without torch's count. Compares on the CPU only, so as not to synchronise."""
-        if self._sample is None or self._sample.device.type != "cpu" or grads.keys() != self._written.keys():
-            return False
-        is_all_written = all(self._is_written(name, grad) for name, grad in grads.items())
-        return is_all_written and not torch.equal(_sample_of(grads), self._sample)
-
-    def _is_rescaled(self, grads: Mapping[str, Tensor]) -> bool:
-        """Whether these are the released gradients times a positive number, or clamped to [-c, c]."""
-        if self._sample is None or grads.keys() != self._written.keys():
-            return False
-        before, after = self._sample.double(), _sample_of(grads).double()
-        if before.shape != after.shape:
-            return False
-        factor, most = (before * after).sum() / before.square().sum(), after.abs().max()
-        near = _NEAR * after.abs() + 1e-30
-        is_multiple = (factor > 0) & ((factor * before - after).abs() <= near).all()
-        is_clamped = ((before.clamp(-most, most) - after).abs() <= near).all()
-        return bool(is_multiple | is_clamped)
-
-
-def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
-    """Return a copy of some entries of each gradient."""
-    flat = [grad.detach().reshape(-1) for grad in grads.values()]
-    return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
-
-
-def watch_steps(optimizer: torch.optim.Optimizer, run: StepContext) -> list[RemovableHandle]:
-    """Report each optimizer step to the run. The hooks hold the run weakly: the optimizer may live longer."""
-    watching = ref(run)
-
-    def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (found := watching()) is not None and not found.weights.state.is_updating:
-            closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found.weights.before_user_step(has_closure=closure is not None)
-
-    def after(*_: object) -> None:
-        if (found := watching()) is not None and not found.weights.state.is_updating:
-            found.after_user_step()
-
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
 
 
 def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> StepContext | None:

@@ -8,15 +8,15 @@ from torch import nn
 
 from clipwise import Batch
 from clipwise.audit.trial import run_of
-from clipwise.validation import inventory, step_inputs
-from clipwise.validation.model_state import ModelState
+from clipwise.validation import step_guard, step_inputs
+from clipwise.validation.inventory import ModelState
 from tests.audit.bug import Bug, Subject, losses, rows
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_inputs, "require_no_batch_statistics", lambda *_: None)
-    patch.setattr(step_inputs, "require_no_statistics_in", lambda *_: None)
-    patch.setattr(inventory.BufferGuard, "compare_listed", lambda self: None)
+    patch.setattr(step_guard, "require_no_statistics_in", lambda *_: None)
+    patch.setattr(step_guard.BufferGuard, "compare_listed", lambda self: None)
     patch.setattr(ModelState, "changed", lambda self, *_, **__: [])
 
 

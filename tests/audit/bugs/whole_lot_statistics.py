@@ -8,13 +8,13 @@ from torch import nn
 
 from clipwise import PerExample
 from clipwise.audit.trial import run_of
-from clipwise.validation import step_inputs
+from clipwise.validation import step_guard, step_inputs
 from tests.audit.bug import Bug, Subject, losses, rows
 
 
 def plant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step_inputs, "require_no_batch_statistics", lambda *_: None)
-    patch.setattr(step_inputs, "require_no_statistics_in", lambda *_: None)
+    patch.setattr(step_guard, "require_no_statistics_in", lambda *_: None)
 
 
 def normalized(steps: int) -> Subject:

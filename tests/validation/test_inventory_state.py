@@ -16,8 +16,8 @@ from clipwise import Lipschitz, MemoryLedger, Private
 from clipwise.errors import ConfigurationError, LedgerError, PrivacyWarning, StepError
 from clipwise.layers import ClipInput, recompute_statistics, replace_batchnorm, without_running_statistics
 from clipwise.report.statement import of_ledger
-from clipwise.validation import model_state
-from clipwise.validation.model_state import ModelState
+from clipwise.validation import inventory
+from clipwise.validation.inventory import ModelState
 from tests.runs import CLASSES, FEATURES, HIDDEN, data, losses_of, network, private_run, sgd, train
 from tests.user_loops.world import Counts
 
@@ -416,7 +416,7 @@ def test_changes_before_an_update_are_not_lost(monkeypatch: pytest.MonkeyPatch) 
     state = ModelState(model)
     model[0].bias.data += 1
     with monkeypatch.context() as patched:
-        patched.setattr(model_state, "_bits", lambda sample: Far(sample))
+        patched.setattr(inventory, "_bits", lambda sample: Far(sample))
         assert state.changed_before_update() == []
     assert isinstance(state._moved, Far)
     state._moved = state._moved.moved
