@@ -175,7 +175,7 @@ def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "TARGET"),
+        ([], "DATA is needed"),
         (["nothing.csv", "--target", "y", "--epsilon", 3], "nothing.csv"),
         (["TABLE", "--target", "bought"], "--epsilon"),
         (["TABLE", "--target", "bought", "--epsilon", "three"], "three"),
@@ -188,6 +188,12 @@ def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
         (["--resume", "nowhere", "--dry-run"], "dry-run"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "none.csv"], "none.csv"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--name", "a", "--out", "b"], "--name"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "digits"], "--public-test digits"),
+        (["TABLE", "--epsilon", 3, "--kind", "digits"], "--kind digits"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--grey"], "--grey"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--augmentation", 4], "--augmentation"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--seed", 2**64], "--seed"),
+        (["digits", "--target", "bought", "--epsilon", 3], "--target"),
         (["--resume", "nowhere"], "nowhere"),
         (["--resume", "nowhere", "--epochs", 3], "epochs"),
     ],

@@ -26,7 +26,12 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path):
         ("[training]\nepoch = 3\n", r"'epoch' in \[training\]"),
         ("[trainings]\nepochs = 3\n", r"\[trainings\] is not known"),
         ("epochs = 3\n", r"\[epochs\] is not known"),
-        ('[training]\nepochs = "many"\n', "wrong type"),
+        ('[training]\nepochs = "many"\n', "--epochs must be a number"),
+        ("[training]\nbatch_size = 2.5\n", "--batch-size must be a whole number"),
+        ("[training]\nbatch_size = true\n", "--batch-size must be a whole number"),
+        ('[data]\nlabels = "no,yes"\n', "--labels must be a list of texts"),
+        ("[data]\nlabels = [0, 1]\n", "--labels must be a list of texts"),
+        ('[data]\nbalanced = "yes"\n', "--balanced must be true or false"),
     ],
 )
 def test_an_unknown_key_is_named(tmp_path, text, words):
@@ -62,6 +67,10 @@ def test_choices_replace_defaults():
         {"epochs": -1},
         {"batch_size": 0},
         {"ema": 1.0},
+        {"epochs": 1e300},
+        {"momentum": -0.1},
+        {"weight_decay": math.nan},
+        {"seed": 2**64},
         {"counts_share": 1.0},
     ],
 )

@@ -11,8 +11,9 @@ import typer
 
 from clipwise import accounting
 from clipwise.accounting.repeat import LARGEST_MEAN
+from clipwise.cli.options import takes_options
 from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
-from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of, takes_run_options
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
 from clipwise.privacy import Entry
@@ -27,7 +28,7 @@ class Picture(str, Enum):
     PROFILE = "profile"
 
 
-@takes_run_options
+@takes_options
 def epsilon(
     options: RunOptions,
     ledger: Ledgers = None,

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from clipwise.cli.options import epsilon_of
 from clipwise.cli.output import say
-from clipwise.cli.train import epsilon_of
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.evaluate import exact_figures, groups_of, noised_figures, scores
 from clipwise.recipes.finish import rounded, trained_model

@@ -12,16 +12,9 @@ import typer
 from clipwise import accounting
 from clipwise.accounting.calibrate import most_steps
 from clipwise.accounting.from_arguments import budget
+from clipwise.cli.options import takes_options
 from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
-from clipwise.cli.run_options import (
-    Plan,
-    RunOptions,
-    SecondOpinion,
-    naming_options,
-    plan_of,
-    table_of,
-    takes_run_options,
-)
+from clipwise.cli.run_options import Plan, RunOptions, SecondOpinion, naming_options, plan_of, table_of
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling
@@ -29,7 +22,7 @@ from clipwise.report import plots
 from clipwise.validation.arguments import number
 
 
-@takes_run_options
+@takes_options
 def noise(
     epsilon: Annotated[float, typer.Option(help="The privacy budget: the most that the whole run may cost.")],
     options: RunOptions,

@@ -6,15 +6,13 @@ Errors of the library name arguments (`batch_size=3`). Here they are rewritten t
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import wraps
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -108,29 +106,6 @@ class RunOptions:
     def has_length(self) -> bool:
         """Whether the length of the run is given."""
         return self.steps is not None or self.epochs is not None
-
-
-def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `options` of a command by one option per field of `RunOptions`."""
-    kinds, hints = (get_type_hints(of, include_extras=True) for of in (RunOptions, command))
-    parameters = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name == "options":
-            parameters += [
-                inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
-                for f in fields(RunOptions)
-            ]
-        else:
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
-
-    @wraps(command)
-    def with_options(**given: Any) -> None:
-        options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
-        command(options=options, **given)
-
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_options
 
 
 @dataclass(frozen=True)

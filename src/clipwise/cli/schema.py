@@ -10,6 +10,7 @@ import typer
 
 from clipwise import accounting
 from clipwise.accounting.calibrate import smallest_noise
+from clipwise.cli.options import labels_of
 from clipwise.cli.output import counted, rounded_up, say
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import FileLedger
@@ -69,7 +70,7 @@ def schema(
     if task is not None:
         one_of("--task", task, TASKS)
     names = read_names(data, encoding)
-    wanted = None if target is None else Target(target, task, _split(labels))
+    wanted = None if target is None else Target(target, task, labels_of(labels))
     if target is not None and target not in names:
         raise ConfigurationError(f"--target {target!r} is no column of {data}. Its columns are {', '.join(names)}.")
     if target is None and (labels or task):
@@ -129,7 +130,3 @@ def _write(output: Path, schema: Schema, comments: dict[str, str], head: str) ->
         output.write_text(write_toml(schema, comments, head), encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--output {output} cannot be written: {error.strerror}.") from error
-
-
-def _split(labels: str | None) -> tuple[str, ...] | None:
-    return None if labels is None else tuple(label.strip() for label in labels.split(","))

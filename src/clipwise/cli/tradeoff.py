@@ -10,15 +10,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from clipwise.cli.options import takes_options
 from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
-from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of, takes_run_options
+from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
 from clipwise.ledger.run_description import plain
 from clipwise.report import plots
 from clipwise.report.risk import Risk
 from clipwise.report.wording import neighbours
 
 
-@takes_run_options
+@takes_options
 def tradeoff(
     options: RunOptions,
     ledger: Ledgers = None,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from clipwise.cli.options import epsilon_of, labels_of, takes_options
 from clipwise.cli.output import counted
 from clipwise.cli.progress import Display
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.config import Choices, choices_of
+from clipwise.recipes.config import Choices, choices_of, flag
 from clipwise.recipes.estimate import Estimate, estimate
 from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
@@ -26,91 +27,100 @@ from clipwise.recipes.train import train as train_run
 INTERRUPTED = 130
 
 
-def train(
-    target: Annotated[
+@dataclass(frozen=True)
+class TrainOptions:
+    """The choices of a user, by the names of `Choices`. None means that the option was left out."""
+
+    path: Annotated[
         str | None,
         typer.Argument(
-            metavar="TARGET",
-            help="The data: a CSV or Parquet file, a folder of images, idx, npz or CIFAR files, the name of a data set "
+            metavar="DATA",
+            help="A CSV or Parquet file, a folder of images or texts, idx, npz or CIFAR files, the name of a data set "
             "in --data-folder, or module:function, which returns (model, data set, loss).",
         ),
-    ] = None,
-    column: Annotated[str | None, typer.Option("--target", help="The column to predict.")] = None,
-    text: Annotated[str | None, typer.Option(help="The column with the text, for text.")] = None,
+    ] = None
+    target: Annotated[str | None, typer.Option(help="The column to predict.")] = None
+    text: Annotated[str | None, typer.Option(help="The column with the text, for text.")] = None
     labels: Annotated[
         str | None,
-        typer.Option(
-            "--labels",
-            help="The values of the target, separated by commas. Otherwise a share of the budget finds them.",
-        ),
-    ] = None,
+        typer.Option(help="The values of the target, separated by commas. Otherwise a share of the budget finds them."),
+    ] = None
     schema: Annotated[
         str | None, typer.Option(help="A schema file, which declares ranges and categories; see clipwise schema.")
-    ] = None,
+    ] = None
     task: Annotated[
         str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
-    ] = None,
+    ] = None
     balanced: Annotated[
         bool | None,
         typer.Option("--balanced", help="Weight the classes of a table by the inverse of their noised frequencies."),
-    ] = None,
-    encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None,
+    ] = None
+    encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None
     image_size: Annotated[
         int | None, typer.Option(help="The side of images in pixels; by default 32 for files, that of arrays up to 64.")
-    ] = None,
-    grey: Annotated[bool | None, typer.Option("--grey", help="Drop the colours of images.")] = None,
-    kind: Annotated[str | None, typer.Option(help="table, images, text or function; by default from TARGET.")] = None,
-    data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None,
+    ] = None
+    grey: Annotated[bool | None, typer.Option("--grey", help="Drop the colours of images.")] = None
+    data_kind: Annotated[
+        str | None, typer.Option("--kind", help="table, images, text or function; by default from DATA.")
+    ] = None
+    data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None
     epsilon: Annotated[
         str | None, typer.Option(help="The privacy budget: a number such as 3, or none to train without privacy.")
-    ] = None,
+    ] = None
     delta: Annotated[
         float | None,
         typer.Option(help="The delta of the guarantee; by default well below one over the number of rows."),
-    ] = None,
-    preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None,
+    ] = None
+    preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None
     model: Annotated[
         str | None, typer.Option(help="The name of the model, such as mlp or tanh-cnn; see docs/guides/train.md.")
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None,
-    max_norm: Annotated[float | None, typer.Option(help="The clipping norm of the gradient of one record.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
-    ema: Annotated[float | None, typer.Option(help="The decay of the average of the weights, such as 0.99.")] = None,
-    augmentation: Annotated[
-        int | None, typer.Option(help="The number of random views of each image in a step.")
-    ] = None,
+    ] = None
+    batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None
+    epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None
+    learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None
+    max_norm: Annotated[float | None, typer.Option(help="The clipping norm of the gradient of one record.")] = None
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None
+    ema: Annotated[float | None, typer.Option(help="The decay of the average of the weights, such as 0.99.")] = None
+    views: Annotated[
+        int | None, typer.Option("--augmentation", help="The number of random views of each image in a step.")
+    ] = None
     hold_out: Annotated[
         float | None,
         typer.Option(help="The share of the rows that is held out for the accuracy; 0.1 by default, 0 for none."),
-    ] = None,
-    public_test_file: Annotated[
-        str | None, typer.Option("--public-test", help="Public rows for an exact accuracy. You declare them public.")
-    ] = None,
+    ] = None
+    public_test: Annotated[
+        str | None, typer.Option(help="Public rows for an exact accuracy. You declare them public.")
+    ] = None
     groups: Annotated[
         str | None, typer.Option(help="A column: also release the accuracy for each of its categories.")
-    ] = None,
-    public_reference_run: Annotated[
-        Path | None,
-        typer.Option(
-            "--public-reference",
-            help="A run with --epsilon none, whose figures the report quotes. You declare its data public.",
-        ),
-    ] = None,
+    ] = None
+    public_reference: Annotated[
+        str | None,
+        typer.Option(help="A run with --epsilon none, whose figures the report quotes. You declare its data public."),
+    ] = None
+    device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Make the run reproducible. A run with a given seed claims no guarantee.")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """The fields of `Choices` that the user gave."""
+        values = vars(self) | {"labels": labels_of(self.labels), "epsilon": epsilon_of(self.epsilon)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@takes_options
+def train(
+    options: TrainOptions,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run. If it exists, OUT-2, OUT-3, ... is used.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Instead of --out: the name of the run, in runs/NAME.")] = None,
     config: Annotated[Path | None, typer.Option(help="A configuration file, such as the config.toml of a run.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue this run, which was interrupted.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan, its cost and its time. Nothing is trained or released.")
     ] = False,
-    seed: Annotated[
-        int | None, typer.Option(help="Make the run reproducible. A run with a given seed claims no guarantee.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
@@ -134,44 +144,14 @@ def train(
     Exit codes: 0 done; 1 a defect of clipwise or of your own code, with a traceback; 2 an argument or the data cannot
     be used; 130 interrupted, and the run can be resumed.
     """
-    given: dict[str, Any] = {
-        "path": target,
-        "target": column,
-        "text": text,
-        "labels": None if labels is None else tuple(part.strip() for part in labels.split(",")),
-        "schema": schema,
-        "task": task,
-        "balanced": balanced or None,
-        "encoding": encoding,
-        "image_size": image_size,
-        "grey": grey or None,
-        "data_kind": kind,
-        "data_folder": data_folder,
-        "epsilon": epsilon_of(epsilon),
-        "delta": delta,
-        "preset": preset,
-        "model": model,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "learning_rate": learning_rate,
-        "max_norm": max_norm,
-        "optimizer": optimizer,
-        "ema": ema,
-        "views": augmentation,
-        "hold_out": hold_out,
-        "public_test": public_test_file,
-        "groups": groups,
-        "public_reference": None if public_reference_run is None else str(public_reference_run),
-        "device": device,
-        "seed": seed,
-    }
     if resume is not None:
-        own = {"dry_run": dry_run or None, "config": config, "out": out, "name": name}
-        _continue(resume, given | own, as_json, quiet)
+        others = {"dry_run": dry_run or None, "config": config, "out": out, "name": name}
+        given = options.given() | {key: value for key, value in others.items() if value is not None}
+        _continue(resume, given, as_json, quiet)
         return
-    choices = choices_of(given, config)
+    choices = choices_of(options.given(), config)
     if not choices.path:
-        raise ConfigurationError("TARGET is needed: a file, a folder, or module:function with the data to train on.")
+        raise ConfigurationError("DATA is needed: a file, a folder, or module:function with the data to train on.")
     reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
     plan = plan_of(choices)
     require_public_test(choices, plan.source)
@@ -202,35 +182,19 @@ def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, An
     display.line(f"The run is in {folder.path}, its report in {report}", kind="done", folder=str(folder.path))
 
 
-def epsilon_of(text: str | None) -> float | None:
-    """The budget of --epsilon; infinity for none."""
-    if text is None:
-        return None
-    if text.lower() == "none":
-        return math.inf
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigurationError(f"--epsilon {text} is not possible: give a positive number, or none.")
-    return value
-
-
 def stopping(display: Display) -> Interrupts:
     """Ends a run cleanly at the first Ctrl-C."""
     return Interrupts(lambda: display.warn("Stopping after this step. Press Ctrl-C again to stop at once."))
 
 
 def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> None:
-    changed = [name for name, value in given.items() if value is not None and name != "device"]
-    if changed:
-        other = changed[0].replace("_", "-")
+    device = {name: given.pop(name) for name in ("device",) if name in given}
+    if given:
+        other = flag(next(iter(given)))
         raise ConfigurationError(
             f"--resume continues a run with its own settings, and {other} was given as well: leave it out, or begin a "
             "new run."
         )
-    device = {} if given["device"] is None else {"device": given["device"]}
     run = reopened(RunFolder.existing(path), **device)
     choices = run.plan.choices
     reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes import toml
@@ -21,6 +22,8 @@ PRESETS = ("fast", "best")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 DEVICES = ("auto", "cpu", "cuda")
 KINDS = ("table", "images", "text", "function", "digits")
+MOST_EPOCHS = 1e6
+_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class Choices:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Choices).items():
+            _require_type(flag(name), getattr(self, name), get_args(kind) or (kind,))
         _one_of("--preset", self.preset, PRESETS)
         _one_of("--optimizer", self.optimizer, OPTIMIZERS)
         _one_of("--device", self.device, DEVICES)
@@ -106,9 +111,14 @@ class Choices:
         for name in ("batch_size", "epochs", "learning_rate", "max_norm", "views"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigurationError(f"{_flag(name)} must be a positive number, not {value:g}.")
-        if self.ema is not None and not 0 <= self.ema < 1:
-            raise ConfigurationError(f"--ema must be at least 0 and below 1, not {self.ema:g}.")
+                raise ConfigurationError(f"{flag(name)} must be a positive number, not {value:g}.")
+        for name, most in (("ema", 1), ("momentum", 1), ("weight_decay", math.inf), ("seed", 2**63)):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < most:
+                limit = "" if most == math.inf else f" and below {most:g}"
+                raise ConfigurationError(f"{flag(name)} must be at least 0{limit}, not {value:g}.")
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            raise ConfigurationError(f"--epochs must be at most {MOST_EPOCHS:g}, not {self.epochs:g}.")
 
     @property
     def is_private(self) -> bool:
@@ -182,10 +192,18 @@ def choices_of(given: Mapping[str, Any], config: Path | None) -> Choices:
     """The choices of the flags that are given (not None), then of the configuration file, then the defaults."""
     found = {} if config is None else read_choices(config)
     found |= {name: value for name, value in given.items() if value is not None}
-    try:
-        return Choices(**found)
-    except TypeError as error:  # a text where a number belongs
-        raise ConfigurationError(f"{config}: a value has the wrong type: {error}.") from error
+    return Choices(**found)
+
+
+def _require_type(what: str, value: Any, kinds: tuple[Any, ...]) -> None:
+    """Raise for a value of a configuration file that has another type."""
+    if value is None or type(value) in kinds or (float in kinds and type(value) is int):
+        return
+    is_list = isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    if is_list and any(get_origin(kind) is tuple for kind in kinds):
+        return
+    names = " or ".join(_NAMES.get(kind, "a list of texts") for kind in kinds if kind is not NoneType)
+    raise ConfigurationError(f"{what} must be {names}.")
 
 
 def _one_of(flag: str, value: str | None, known: tuple[str, ...]) -> None:
@@ -193,5 +211,10 @@ def _one_of(flag: str, value: str | None, known: tuple[str, ...]) -> None:
         raise ConfigurationError(f"{flag} {value!r} is not known: use {', '.join(known)}.")
 
 
-def _flag(name: str) -> str:
-    return "--" + {"views": "augmentation"}.get(name, name).replace("_", "-")
+def flag(name: str) -> str:
+    """How the command line calls a field of `Choices`, or another option."""
+    if name in ("counts_share", "momentum", "weight_decay"):  # only in a configuration file
+        return name
+    if name == "path":
+        return "DATA"
+    return "--" + {"views": "augmentation", "data_kind": "kind"}.get(name, name).replace("_", "-")

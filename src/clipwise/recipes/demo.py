@@ -23,6 +23,7 @@ def choices(epsilon: float, *, epochs: int | None = None, seed: int | None = Non
     """One run on all 1437 training digits. The other 360 digits are public, and give an exact accuracy."""
     return Choices(
         path="digits",
+        data_kind="digits",
         epsilon=epsilon,
         delta=DELTA,
         hold_out=0,

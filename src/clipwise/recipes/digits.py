@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.recipes.small_cnn import small_cnn
-from clipwise.sampling.augmentation import Views
 
 EMBEDDED = "digits"
 _FILE = Path(__file__).with_name("digits.npz")
@@ -111,9 +110,6 @@ class DigitsEncoder(Encoder):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="none")
-
-    def views(self, count: int) -> Views | None:
-        return Views(count)
 
     def to_dict(self) -> dict[str, Any]:
         return {}

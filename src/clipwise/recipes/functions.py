@@ -1,4 +1,4 @@
-"""Your own model, data set and loss as the target of `clipwise train`: `module:function`.
+"""Your own model, data set and loss as the data of `clipwise train`: `module:function`.
 
 The function takes no arguments and returns (model, data set, loss): a module, a map-style data set whose records are
 tuples of tensors, and `loss(model, *batch)` with one loss per example.
@@ -17,7 +17,6 @@ from torch.utils.data import Subset, TensorDataset
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.recipes.target import load, running
-from clipwise.sampling.augmentation import Views
 from clipwise.sampling.fetch import length_of
 
 
@@ -84,9 +83,6 @@ class FunctionEncoder(Encoder):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         raise self._unknown("a loss of outputs")
 
-    def views(self, count: int) -> Views | None:
-        return Views(count)
-
     def to_dict(self) -> dict[str, Any]:
         return {"target": self.target}
 
@@ -106,8 +102,8 @@ class FunctionEncoder(Encoder):
 
 
 def made_by(target: str) -> tuple[nn.Module, Any, Callable[..., Tensor]]:
-    """Call the function of the target."""
-    function = load(target)
+    """Call the function."""
+    function = load(target, "DATA")
     with running(target):
         found = function()
     if isinstance(found, tuple) and len(found) == 3:

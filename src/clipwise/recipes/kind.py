@@ -64,11 +64,13 @@ class Source(ABC):
     Attributes:
         kind: "table", "images", "text" or "function".
         has_figures: whether figures of accuracy are possible.
+        augmented_models: the models whose records can be augmented.
         description: one line for the statement: the format and the columns by name, without values.
     """
 
     kind: ClassVar[str]
     has_figures: ClassVar[bool] = True
+    augmented_models: ClassVar[tuple[str, ...]] = ()
     description: str
 
     @abstractmethod
@@ -153,9 +155,9 @@ class Encoder(ABC):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """One loss per example."""
 
-    @abstractmethod
     def views(self, count: int) -> Views | None:
         """The augmentation with this many views of each record; None if the kind has none."""
+        return None
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from clipwise.accounting import gaussian
 from clipwise.engine.plan import planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
+from clipwise.recipes.building import device_of
 from clipwise.recipes.config import Choices
 from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
 from clipwise.recipes.kind import Settings, Source
@@ -83,6 +84,12 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
     if choices.groups is not None:
         source.require_groups(choices.groups)
     settings = choices.settings(source.defaults(len(training), choices.epsilon, choices.preset))
+    if settings.views > 1 and settings.model not in source.augmented_models:
+        raise ConfigurationError(
+            f"--augmentation is not possible with the model {settings.model!r}: leave it out, or train images with "
+            "--model tanh-cnn or --model wrn-16-4."
+        )
+    device_of(choices)
     settings = replace(settings, batch_size=_batch_size(choices, settings, len(training)))
     scheme = make_scheme("poisson", len(training), settings.batch_size, None)
     steps = planned_steps(settings.epochs, None, scheme)

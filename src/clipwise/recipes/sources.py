@@ -1,4 +1,4 @@
-"""The kinds of data: which source reads a target of `clipwise train`, and which encoder a run's folder holds."""
+"""The kinds of data: which source reads the data of `clipwise train`, and which encoder a run's folder holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.config import Choices
+from clipwise.recipes.config import Choices, flag
 from clipwise.recipes.digits import EMBEDDED, DigitsEncoder, DigitsSource
 from clipwise.recipes.functions import FunctionEncoder, FunctionSource
 from clipwise.recipes.images.encoder import ImageEncoder
@@ -28,15 +28,29 @@ _ENCODERS: Mapping[str, type[Encoder]] = {
     "text": TextEncoder,
 }
 
+# What each kind of data needs to be opened; other options of this list are refused.
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "digits": (),
+    "function": (),
+    "images": ("labels", "image_size", "grey"),
+    "table": ("target", "labels", "schema", "task", "encoding", "balanced"),
+    "text": ("text", "target", "labels", "encoding"),
+}
+
 
 def open_source(choices: Choices) -> Source:
     """Open the data that the user named. Nothing is learned from the content of a record."""
-    if choices.path == EMBEDDED and choices.data_folder is None and not Path(EMBEDDED).exists():
+    kind = choices.data_kind or _kind_of(choices)
+    for name in sorted({name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])):
+        if getattr(choices, name) not in (None, False):
+            raise ConfigurationError(f"{flag(name)} is not for data of the kind {kind!r}: leave it out.")
+    if kind == "digits":
+        if choices.path != EMBEDDED:
+            raise ConfigurationError(f"--kind digits is for the data set {EMBEDDED!r} alone: leave --kind out.")
         return DigitsSource(train=True)
-    if choices.data_kind == "function" or (":" in choices.path and not Path(choices.path).exists()):
+    if kind == "function":
         return FunctionSource(choices.path)
     path = path_of(choices)
-    kind = choices.data_kind or _kind_of(path, choices)
     if kind == "images":
         return ImageSource(
             path, labels=choices.labels, image_size=choices.image_size, grey=choices.grey, model=choices.model
@@ -89,7 +103,12 @@ def path_of(choices: Choices) -> Path:
     return found[0]
 
 
-def _kind_of(path: Path, choices: Choices) -> str:
+def _kind_of(choices: Choices) -> str:
+    if choices.path == EMBEDDED and choices.data_folder is None and not Path(EMBEDDED).exists():
+        return "digits"
+    if ":" in choices.path and not Path(choices.path).exists():
+        return "function"
+    path = path_of(choices)
     if choices.text is not None or TextSource.recognises(path):
         return "text"
     return "images" if ImageSource.recognises(path) else "table"
@@ -98,17 +117,23 @@ def _kind_of(path: Path, choices: Choices) -> str:
 def require_public_test(choices: Choices, source: Source) -> None:
     """Raise for public test rows that are missing or have other columns, before anything is released."""
     found = choices.public_test
-    if found is None or found == EMBEDDED:
+    if found is None:
         return
-    if not Path(found).exists():
-        raise ConfigurationError(f"--public-test {found} does not exist.")
+    if not source.has_figures:
+        raise ConfigurationError(
+            f"--public-test is not possible for data of the kind {source.kind!r}: test the model in your own code."
+        )
     try:
-        if isinstance(source, TableSource):
+        if isinstance(source, DigitsSource):
+            DigitsSource(train=False, file=None if found == EMBEDDED else Path(found))
+        elif not Path(found).exists():
+            raise ConfigurationError("there is no such file or folder.")
+        elif isinstance(source, TableSource):
             test = TableSource(Path(found), schema=source.schema, encoding=choices.encoding)
             if not test.has_target:
                 raise ConfigurationError(_no_target(test))
         else:
-            open_source(replace(choices, path=found, data_folder=None))
+            open_source(replace(choices, path=found, data_kind=source.kind, data_folder=None))
     except ConfigurationError as error:
         raise ConfigurationError(f"--public-test {found}: {error}") from error
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import released_labels, require_labels
-from clipwise.recipes.images.defaults import MODELS, SCATTERING, image_settings
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, WIDE_RESNET, image_settings
 from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.formats import is_images, open_images
 from clipwise.recipes.kind import Settings, Source
@@ -37,6 +37,7 @@ class ImageSource(Source):
     """
 
     kind: ClassVar[str] = "images"
+    augmented_models: ClassVar[tuple[str, ...]] = (TANH_CNN, WIDE_RESNET)
 
     def __init__(
         self,

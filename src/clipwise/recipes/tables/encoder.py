@@ -19,7 +19,6 @@ from clipwise.recipes.tables.encode import encoded, width
 from clipwise.recipes.tables.models import table_model
 from clipwise.recipes.tables.schema import Category, Schema
 from clipwise.recipes.tables.values import is_missing, numbers
-from clipwise.sampling.augmentation import Views
 
 if TYPE_CHECKING:
     from clipwise.recipes.tables.source import TableSource
@@ -107,10 +106,6 @@ class TableEncoder(Encoder):
         code_of = np.array([place_of.get(cell.strip(), len(kind.values)) for cell in cells.cells], np.int64)
         codes_N = cells.codes_N if rows is None else cells.codes_N[rows]
         return (*kind.values, "other values"), code_of[codes_N]
-
-    def views(self, count: int) -> Views | None:
-        """Tables have no augmentation."""
-        return None
 
     def to_dict(self) -> dict[str, Any]:
         """The encoding in types that TOML and JSON share."""

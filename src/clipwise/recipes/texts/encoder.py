@@ -19,7 +19,6 @@ from clipwise.recipes.linear import LinearOnFeatures, LinearOnHashedWords
 from clipwise.recipes.texts import sentences
 from clipwise.recipes.texts.defaults import HASHED_WORDS, PLACES, SENTENCES, text_settings
 from clipwise.recipes.texts.hashing import TOKENS, hashed
-from clipwise.sampling.augmentation import Views
 from clipwise.validation.arguments import one_of
 
 if TYPE_CHECKING:
@@ -114,9 +113,6 @@ class TextEncoder(Encoder):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return label_losses(output, target)
-
-    def views(self, count: int) -> Views | None:
-        return None
 
     def to_dict(self) -> dict[str, Any]:
         found = {key: value for key, value in asdict(self).items() if value is not None}
