@@ -98,7 +98,7 @@ def path_of(choices: Choices) -> Path:
         return folder / path
     found = sorted(folder.glob(f"{path.name}.*"))
     if len(found) != 1:
-        what = f"{len(found)} files are called so" if found else "there is none"
+        what = f"{len(found)} files have this name" if found else "there is none"
         raise ConfigurationError(f"--data-folder {folder} holds no single data set {choices.path!r}: {what}.")
     return found[0]
 
