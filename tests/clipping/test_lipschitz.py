@@ -317,7 +317,7 @@ def test_no_update_goes_unseen(by_hand: bool) -> None:
 
 def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     model, private = run(probe_independence=False)
-    private._context.guard._forward._tensors_left = 0  # it looks at contents on the first batches only
+    private._context.guard._tensors_left = 0  # it compares contents on the first batches only
     x, y = next(iter(private.loader))
     model[3].weight.data.mul_(2)  # type: ignore[index,union-attr]
     outputs = model(x)

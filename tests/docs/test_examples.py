@@ -48,4 +48,6 @@ def test_every_block_has_a_known_language(page: Path) -> None:
     """The test above does not run blocks without a language."""
     begins = FENCE.findall(page.read_text())[::2]
     for fence in begins:
-        assert re.match(r"```((console|python|text|bash|toml)\b|$)", fence), f"{page.relative_to(DOCS.parent)}: {fence}"
+        assert re.match(r"```((console|python|text|bash|toml)\b|\{\.text \.diagram\}$|$)", fence), (
+            f"{page.relative_to(DOCS.parent)}: {fence}"
+        )
