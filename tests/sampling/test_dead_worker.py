@@ -1,4 +1,4 @@
-"""A worker that died is an error of ours; what the data set raises in a worker stays what it is."""
+"""A worker that was killed raises an error of clipwise; errors of the data set in a worker are passed on."""
 
 from __future__ import annotations
 
