@@ -1,4 +1,4 @@
-"""The interface for audits: which runs are observed, and what an observed run does.
+"""The interface for audits: which runs are observed, and what an observed run does."""
 
 from __future__ import annotations
 
