@@ -142,7 +142,7 @@ class LossTerms(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0 and result.requires_grad:
             terms = self._followed(func, args, kwargs)
-            self._terms.pop(result, None)  # those before a change in place
+            self._terms.pop(result, None)  # type: ignore[no-untyped-call]  # those before a change in place
             if terms is not None:
                 self._terms[result] = terms
         return result
