@@ -84,7 +84,7 @@ def epsilon(
     stdout().print(table_of(about.history, delta, second_opinion, about.plan))
     about.explain_runs()
     for run in about.runs if len(about.runs) > 1 else ():  # beside the total
-        alone = accounting.epsilon_of(run.found.history, delta)
+        alone = accounting.epsilon_of(run.history, delta)
         say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
     if at_epsilon is not None:
         found = accounting.delta_of(about.history, at_epsilon)

@@ -22,7 +22,7 @@ from clipwise.accounting.from_arguments import MOST_STEPS
 from clipwise.cli.output import counted, remark, rounded_up, say
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError, UnsupportedEventError
-from clipwise.ledger import multi_run
+from clipwise.ledger import Snapshot, multi_run
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.report.wording import NO_GUARANTEE
 from clipwise.sampling import Scheme, make_scheme
@@ -235,7 +235,7 @@ class Releases:
 
     history: list[Entry]
     heading: str
-    runs: tuple[multi_run.LedgerFile, ...] = ()
+    runs: tuple[Snapshot, ...] = ()
 
     @property
     def event(self) -> Event:
@@ -255,7 +255,7 @@ class Releases:
     @property
     def plan(self) -> Mapping[str, Any] | None:
         """The plan in the first ledger."""
-        return self.runs[0].found.plan if self.runs else None
+        return self.runs[0].plan if self.runs else None
 
     @property
     def assumption(self) -> str:
@@ -277,14 +277,14 @@ class Releases:
         """Print the contents of the ledgers, then the heading."""
         for run in self.runs:
             if len(self.runs) > 1:
-                say(f"{run.path}: {run.found.position} releases of run {run.found.run}")
-            _print_kinds(run.found.history)
-            if run.found.torn:
+                say(f"{run.path}: {run.position} releases of run {run.run}")
+            _print_kinds(run.history)
+            if run.torn:
                 say(
                     "The last line of the ledger is incomplete, after a crash or damage. The most it can stand for is "
                     "counted."
                 )
-            elif not run.found.clean:
+            elif not run.clean:
                 say("The run is in progress or did not end cleanly. All that it may have released is counted.")
         if self.is_seeded:
             say(f"Guarantee: {NO_GUARANTEE}. All figures are those of the same runs with fresh keys.")
@@ -300,7 +300,7 @@ def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases
         found = multi_run.read_files(ledgers)
         history = multi_run.joint_history(found)
         count = len({entry.run for entry in history})
-        what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
+        what = f"{count} runs together" if count > 1 else f"run {found[0].run}"
         return Releases(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
     if options.noise_multiplier is None:
         raise ConfigurationError("Describe a run with --noise-multiplier and the other options, or give --ledger.")

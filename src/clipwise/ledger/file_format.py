@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.ledger.run_description import UNDERSTATED, is_understated
 from clipwise.privacy import Entry, Event
 
 Record: TypeAlias = "dict[str, Any]"
@@ -72,13 +71,12 @@ class LedgerState:
         self._begun = 0
         self._growing: dict[str, int] = {}  # the entry of each run that its next release may be added to
         self._latest: tuple[str, Event] | None = None  # the run and event last named
-        self._charged: set[tuple[str, Event, int]] = set()  # run, event, number of `about` lines before it
         self._events: list[Event] = []
         self._joined, self._checksum = 0, b""
 
     @property
     def total(self) -> int:
-        """The number of releases counted."""
+        """The number of releases."""
         return sum(self.counts.values())
 
     def entries_with(self, changes: Mapping[str, int]) -> list[Entry]:
@@ -236,22 +234,12 @@ class LedgerState:
             self._growing[run] = self._begun
             self._entries[self._begun] = Entry(event, count, run)
         self.counts[run] = self.counts.get(run, 0) + count
-        self._charged.add((run, event, len(self.about)))
         self._latest = run, event
 
     def _part(self, run: str) -> None:
         """Make the next release of the run begin a new entry."""
         self.open.pop(run, None)
         self._growing.pop(run, None)
-
-    def is_understated(self) -> bool:
-        """Whether an older version understated the cost of a release, judged by the description of its strategy."""
-        for run, event, lines in self._charged:
-            before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
-            described = before[-1:] or self.about[:1]  # imported entries come before any description
-            if is_understated(event, described[0].get("strategy") if described else None):
-                return True
-        return False
 
     def _largest_next(self, made: int) -> int:
         return min(self.block, max(LEAST_BLOCK, made // SHARE))
@@ -290,8 +278,6 @@ def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
             ) from error
     if bad:
         _require_torn(state, bad, number + 1 - len(bad), path)
-    if state.is_understated():
-        raise LedgerError(f"{path} has {UNDERSTATED}.")
     is_clean = not (rest or bad or state.open)
     return state, None if is_clean else state.recovery(torn=bool(bad)), bool(bad)
 
@@ -300,6 +286,7 @@ def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
 class Snapshot:
     """The contents of a ledger file. Everything that may have been released is counted."""
 
+    path: Path
     run: str  # the id of the ledger
     header: Mapping[str, JSON]  # the public configuration; the latest one if runs have joined
     history: list[Entry]  # the releases, run-length coded, with reservations in full until they are settled
@@ -329,6 +316,7 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     if recovery is not None:
         state.apply(recovery)
     return Snapshot(
+        path=path,
         run=state.run,
         header=state.header,
         history=state.entries_with({}),
