@@ -66,7 +66,7 @@ class Flip:
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
 
 
-_MOST_VIEWS = 10_000  # rows of one example
+_MOST_VIEWS = 10_000
 
 
 class Views:

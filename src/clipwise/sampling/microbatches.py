@@ -26,9 +26,9 @@ _NO_RECORDS = np.empty(0, dtype=np.int64)
 
 
 class Cut(ABC):
-    """Maps the drawn units to the records of each piece. There is at least one piece, which may be empty."""
+    """Maps the drawn units to the records of each piece. There is at least one piece."""
 
-    may_be_empty: bool = True
+    may_be_empty: bool  # whether a piece may be empty although units were drawn
 
     @abstractmethod
     def __call__(self, drawn: Indices) -> list[Indices]:
@@ -116,7 +116,7 @@ class ByUser(Cut):
     change the number of another.
     """
 
-    may_be_empty = False  # except for an empty draw
+    may_be_empty = False
 
     def __init__(self, ids: Iterable[Hashable]) -> None:
         records: dict[Hashable, list[int]] = {}
@@ -127,7 +127,7 @@ class ByUser(Cut):
         self._records = [np.array(records[owner], dtype=np.int64) for owner in _in_order(records)]
         self._count = sum(map(len, self._records))
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # the ids are private
         return f"ByUser({len(self._records)} users)"
 
     def __call__(self, drawn: Indices) -> list[Indices]:
