@@ -16,17 +16,9 @@ from scipy import stats
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
-from clipwise.sampling import (
-    FixedSize,
-    Full,
-    Partition,
-    Poisson,
-    Scheme,
-    Shuffled,
-    TruncatedPoisson,
-    make_scheme,
-    schemes,
-)
+from clipwise.sampling import schemes
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.schemes import FixedSize, Full, Partition, Poisson, Shuffled, TruncatedPoisson, make_scheme
 
 ALL = [
     Poisson(50, 0.1),

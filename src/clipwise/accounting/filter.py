@@ -1,8 +1,8 @@
 """A privacy budget for schedules that are chosen during the run, from earlier releases.
 
 Accountants need multipliers and rates that were fixed in advance. If they are chosen from released values, the
-spending is itself random, and summing it afterwards is no bound. A filter gives a bound: it decides before each step
-whether that step may be made.
+spending is itself random, and summing it afterwards is no bound. A filter decides before each step whether it may be
+made.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Filter:
     def restart(self) -> None:
         """Close the last entry, after a new noise key or another run, so that later steps are not merged with it.
 
-        Call it wherever a shuffled epoch may have been interrupted: each stretch of `count` steps between two restarts
-        costs ceil(count / period) passes.
+        Call it wherever a shuffled epoch may have been interrupted: each stretch of steps costs ceil(count / period)
+        passes.
         """
         self._is_open = False
 
@@ -112,7 +112,6 @@ class Filter:
         return int(np.argmax((self.epsilon - self._conversion) / divergences))
 
     def _after(self, event: Event, count: int) -> list[Entry]:
-        """The history after `count` steps of `event`."""
         further = Entry(event, checked_count("count", count, least=1))
         require_one_guarantee([*self.history[-1:], further])
         if self._is_open and self.history[-1].event == event:
@@ -127,9 +126,9 @@ class Filter:
 def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
     """The epsilon of a filter at this order that a history has used up, with 0.1% of delta kept for rare events.
 
-    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. Entries
-    are not merged. The cost of truncation is bounded at `budget`, the epsilon that must not be exceeded, if given;
-    infinity if batches are truncated, or releases fail, more often than the kept share of delta allows.
+    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. The cost
+    of truncation is bounded at `budget`, the epsilon that must not be exceeded, if given; infinity if rare events are
+    more probable than the kept share of delta allows.
     """
     total = compose(history)
     if total.is_empty:

@@ -25,7 +25,8 @@ from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.ledger import Snapshot, multi_run
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.report.wording import NO_GUARANTEE
-from clipwise.sampling import Scheme, make_scheme
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.schemes import make_scheme
 from clipwise.validation.arguments import number
 
 Ledgers = Annotated[

@@ -53,7 +53,7 @@ SHARE, LEAST_BLOCK, LARGEST_BLOCK = 50, 4, 64
 
 
 class LedgerState:
-    """The state after applying lines in order. The writer and every reader use the same rules."""
+    """The state after applying lines in order."""
 
     def __init__(self) -> None:
         self.run, self.untagged = "", ""  # id of the ledger, and the run of lines without a `run`
@@ -107,8 +107,8 @@ class LedgerState:
     def next_block(self, run: str, event: Event) -> int:
         """The number of releases to reserve next: 1, 2, 4, 4, ... and 2% of the run's releases, once that is more.
 
-        The size depends on the counts alone: if it depended on the time of steps, it would depend on the drawn batches.
-        After another event or a restart it begins with 1 again, so that alternating events leave no unused blocks.
+        It depends on the counts alone: if it depended on the time of steps, it would depend on the drawn batches. After
+        another event or a restart it begins with 1 again, so that alternating events leave no unused blocks.
         """
         in_a_row = self._entries[self._growing[run]].count if self.is_growing(run, event) else 0
         return min(in_a_row + 1, self._largest_next(self.counts.get(run, 0)))
@@ -116,9 +116,9 @@ class LedgerState:
     def recovery(self, torn: bool) -> Record:
         """The line that recovers a file whose end is not clean.
 
-        A crash tears the line of a charge that has not returned. But a reservation may also have been damaged later. So
-        a torn line counts as the largest reservation that each run may have made next, with its last event. Before the
-        first event line nothing can have been released.
+        A torn line is that of a charge that has not returned, or a reservation that was damaged later. So it counts as
+        the largest reservation that each run may have made next. Before the first event line nothing can have been
+        released.
         """
         named = [(run, self._entries[place].event) for run, place in self._growing.items()] if torn else []
         if torn and self._latest and self._latest not in named:
@@ -255,9 +255,8 @@ def _grown(entry: Entry, change: int) -> Entry:
 def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
     """The state of a file, the line that recovers it if its end is not clean, and whether its end is torn.
 
-    A torn line stays in the file. It differs from a damaged line in two ways. It is incomplete: a complete line with a
-    wrong checksum shows that earlier lines are missing. And it is followed by nothing or by the line that recovers it,
-    of which there may also be torn copies.
+    A torn line stays in the file. Unlike a damaged line it is incomplete, and followed by nothing or by the line that
+    recovers it, of which there may also be torn copies.
     """
     state, number = LedgerState(), 0
     bad: list[bytes] = []

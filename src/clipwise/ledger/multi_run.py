@@ -1,7 +1,6 @@
 """Several runs on the same data: their joint privacy cost, and the noise that a further run needs.
 
-The releases of all runs compose, whether the runs share a ledger or have one each. This is correct if the runs share
-records, and overcounts if they share none.
+The releases of all runs compose. This is correct if the runs share records, and overcounts if they share none.
 
 A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
 PLD totals are proven if all runs were fixed before the first release. For adaptive runs a Renyi filter holds
@@ -225,12 +224,10 @@ def _require_another(first: Snapshot, second: Snapshot) -> None:
 
 
 def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
-    """The ids of the keys that runs used."""
     return {key for each in about if isinstance(key := each.get("key"), str)}
 
 
 def _require_one_guarantee(files: Sequence[Snapshot]) -> None:
-    """Raise, naming two files, if releases have different adjacencies or units."""
     seen: dict[tuple[str, str], Path] = {}
     for file in files:
         for entry in file.history:

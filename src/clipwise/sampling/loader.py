@@ -169,7 +169,6 @@ class PrivateLoader:
         return piece
 
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
-        """One iterator over the pieces of each step."""
         handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:
             yield self._pieces_of_step(turn, first, handed_out)
@@ -224,7 +223,6 @@ class PrivateLoader:
             )
 
     def _schedule(self, cut: Cut) -> Iterator[Piece]:
-        """The pieces of the rest of the epoch."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
             parts = cut.of_rank(indices, self._rank, self._ranks)

@@ -43,10 +43,7 @@ class Cut(ABC):
         return records
 
     def of_rank(self, drawn: Indices, rank: int, ranks: int) -> list[Indices]:
-        """The pieces of one of several ranks. All ranks have the same number of pieces; some may be empty.
-
-        Here a piece is never cut, and the ranks take turns.
-        """
+        """The pieces of one of several ranks, which take turns. All ranks have the same number of pieces."""
         pieces = self(drawn)
         own = pieces[rank::ranks]
         return own + [_NO_RECORDS] * (-(-len(pieces) // ranks) - len(own))
@@ -180,7 +177,6 @@ def _listed(ids: Any) -> list[Hashable]:
 
 
 def _require_column(ids: Any) -> None:
-    """Raise for a value that does not iterate over one owner per record."""
     dimensions = getattr(ids, "ndim", 1)  # a table iterates over its column names
     if dimensions != 1:
         raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")

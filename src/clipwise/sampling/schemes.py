@@ -107,8 +107,6 @@ class TruncatedPoisson(Poisson):
 
 @dataclass(frozen=True)
 class _OfBatchSize(Scheme):
-    """A scheme with a fixed number of records per step."""
-
     batch_size: int
 
     def __post_init__(self) -> None:
@@ -142,7 +140,7 @@ class _OfBatchSize(Scheme):
 
 @dataclass(frozen=True)
 class _OfMicrobatches(_OfBatchSize):
-    """A scheme whose draw depends on `microbatches`, the number k of equally large microbatches of a batch."""
+    """A scheme whose draw depends on the number k of equally large microbatches of a batch."""
 
     draws_by_microbatches: ClassVar[bool] = True
     microbatches: int = 1

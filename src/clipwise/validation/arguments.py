@@ -126,7 +126,7 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message, or only its type if it could hold data."""
+    """The value for a message, or only its type if it could hold data."""
     if isinstance(value, str):
         return repr(str(value))
     is_plain = value is None or isinstance(value, (bool, numbers.Number))

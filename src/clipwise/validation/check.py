@@ -110,7 +110,6 @@ class _Subject:
 
 
 def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
-    """Run the checks of a first training step."""
     model = subject.model
     if strategy.has_local_update:  # the step works on a copy, which may keep statistics
         model = copied(model)
@@ -134,7 +133,6 @@ def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
 
 
 def _coupling(subject: _Subject, report: Report) -> None:
-    """Run the replacement test, with the model's weights and with random ones."""
     model, loss = subject.model, subject.loss
     trial = Trial(
         model,
@@ -150,7 +148,7 @@ def _coupling(subject: _Subject, report: Report) -> None:
 
 @torch.no_grad()
 def _where(subject: _Subject) -> str:
-    """Return a sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
+    """A sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
     batch, size = subject.batch, subject.size
     before = subject.run(batch)
     for place in sorted({0, size // 2, size - 1}):

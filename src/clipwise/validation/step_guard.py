@@ -106,7 +106,7 @@ class PlainState:
         self._before, self._sizes = _snapshot(modules), sizes - {1}
 
     def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-        """Return the name of an attribute that changed since `remember`, other than a count of calls."""
+        """The name of an attribute that changed since `remember`, other than a count of calls; or None."""
         now = _snapshot(modules)
         for name in sorted(now.keys() | self._before.keys()):
             before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
@@ -179,7 +179,6 @@ class StepGuard(BufferGuard):
         super().__init__(inventory)
 
     def before_draw(self) -> None:
-        """Check before the next batch is drawn."""
         self.inventory.up_to_date()
         self._require_same_parameters()
 
@@ -195,7 +194,6 @@ class StepGuard(BufferGuard):
         self._released.require_own()
 
     def _require_same_parameters(self) -> None:
-        """Raise if the trainable parameters are not those of `make_private`."""
         for name, p in self.inventory.parameters:
             is_known = p is self._parameters.get(name, p) or p is self._used.get(name)
             if p.requires_grad != (name in self._parameters) or not is_known:
