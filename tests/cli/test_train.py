@@ -218,6 +218,17 @@ def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path):
     assert read(out / "ledger").position == 1
 
 
+def test_a_dry_run_estimates_time_and_memory_of_what_is_not_declared(table, tmp_path):
+    texts = tmp_path / "texts.csv"
+    texts.write_text("words,label\n" + "a few words,no\n" * 200)
+    for arguments in ([table, "--target", "bought"], [texts, "--text", "words", "--target", "label"]):
+        result = clipwise("train", *arguments, "--epsilon", 3, "--dry-run", "--device", "cpu", "--json")
+        found = json.loads(result.stdout)
+        assert min(found["parameters"], found["seconds"], found["megabytes"]) > 0
+        shown = clipwise("train", *arguments, "--epsilon", 3, "--dry-run", "--device", "cpu").stdout
+        assert "parameters at most" in shown and "memory" in shown
+
+
 def test_too_few_rows_for_noised_labels_cost_nothing(tmp_path):
     few = tmp_path / "few.csv"
     few.write_text("age,bought\n20,no\n70,yes\n")

@@ -17,7 +17,8 @@ from clipwise.accounting import epsilon_of
 from clipwise.clipping import PerExample
 from clipwise.engine.make_private import make_private
 from clipwise.recipes.building import batch_loss, device_of, make_optimizer
-from clipwise.recipes.kind import Encoder, Settings
+from clipwise.recipes.counts import NoisedCounts
+from clipwise.recipes.kind import ASSUMED_LABELS, Encoder, Settings
 from clipwise.recipes.planning import Plan
 from clipwise.recipes.train import PHYSICAL_BATCH
 
@@ -61,12 +62,14 @@ def estimate(plan: Plan) -> Estimate:
 
 
 def _about_model(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
-    settings, encoder = plan.settings, _encoder(plan)
+    settings, encoder, bound = plan.settings, _encoder(plan), ""
+    if plan.source.needs_counts():
+        bound = f" at most, with up to {len(ASSUMED_LABELS)} labels: noised counts decide"
     if encoder is None:
         return [("model", f"{settings.model}; its size follows from the noised counts")]
     model = encoder.model(settings.model).to(device_of(plan.choices))
     values["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    about = ("model", f"{settings.model}, {values['parameters']} parameters")
+    about = ("model", f"{settings.model}, {values['parameters']} parameters{bound}")
     return [about, *_time_and_memory(plan, encoder, model, values)]
 
 
@@ -94,7 +97,9 @@ def _privacy(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _encoder(plan: Plan) -> Encoder | None:
     if plan.source.needs_counts():
-        return None
+        noise = 0.0 if plan.counts is None else plan.counts.noise_multiplier
+        found = plan.source.largest(len(plan.training_rows), NoisedCounts(noise, lambda _: None))
+        return None if found is None else found.for_model(plan.settings.model)
     return plan.source.prepare(plan.training_rows[:0], None).for_model(plan.settings.model)
 
 

@@ -49,12 +49,12 @@ class FunctionSource(Source):
         return Settings(type(self.model).__name__, max(1, min(rows, 256)), 10, 0.1)
 
     def prepare(self, rows: np.ndarray, counts: object) -> FunctionEncoder:
-        record = self.data[int(rows[0])]
-        if not isinstance(record, (tuple, list)) or not all(isinstance(value, _VALUES) for value in record):
-            raise ConfigurationError(
-                f"A record of the data set of {self.target} must be a tuple of tensors or numbers: return one in "
-                "__getitem__."
-            )
+        for record in (self.data[row] for row in rows[:1].tolist()):
+            if not isinstance(record, (tuple, list)) or not all(isinstance(value, _VALUES) for value in record):
+                raise ConfigurationError(
+                    f"A record of the data set of {self.target} must be a tuple of tensors or numbers: return one in "
+                    "__getitem__."
+                )
         return FunctionEncoder(self.target, self.loss)
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
 
 
+ASSUMED_LABELS = tuple(map(str, range(10)))
+
+
 @dataclass(frozen=True)
 class Task:
     """What a model predicts: one of `labels`, or a number in `range`."""
@@ -98,6 +101,13 @@ class Source(ABC):
 
         `preset` is "fast" or "best". `epsilon` is infinity without privacy.
         """
+
+    def largest(self, rows: int, counts: NoisedCounts) -> Encoder | None:
+        """An encoding as large as noised counts of this many rows can make it, for estimates of time and memory.
+
+        Nothing is counted. If the labels are not declared, they are assumed to be `ASSUMED_LABELS`.
+        """
+        return None
 
     def require_readable(self, rows: np.ndarray) -> None:
         """Raise if one of these records cannot be read, where they are read later than the source is opened."""

@@ -13,7 +13,7 @@ from clipwise.recipes.class_labels import released_labels, require_labels
 from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, WIDE_RESNET, image_settings
 from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.formats import is_images, open_images
-from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class ImageSource(Source):
             how = "released as noised counts of the training images, within the budget"
         lines = (f"The labels are {how}.", self._size_line())
         return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
+
+    def largest(self, rows: int, counts: NoisedCounts) -> ImageEncoder:
+        return ImageEncoder(ASSUMED_LABELS, self.channels, self.image_size)
 
     def require_readable(self, rows: np.ndarray) -> None:
         for row in np.asarray(rows):  # one at a time: their pixels are not kept

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.counts import NoisedCounts, Released
-from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
 from clipwise.recipes.tables.models import MODELS
 from clipwise.recipes.tables.read import read_table
-from clipwise.recipes.tables.schema import Auto, Category, Kind, Schema, Target
+from clipwise.recipes.tables.schema import Auto, Category, Hashed, Kind, Schema, Target
 from clipwise.recipes.tables.statistics import Bins
 from clipwise.recipes.tables.values import is_missing
 
@@ -131,6 +131,16 @@ class TableSource(Source):
         """Settings chosen by experiments/recipes."""
         return defaults.settings(rows, epsilon, preset)
 
+    def largest(self, rows: int, counts: NoisedCounts) -> TableEncoder:
+        """Every undeclared column is text whose hashed values are all frequent."""
+        target = self.schema.target
+        assert target is not None
+        plan = self._plan(target)
+        buckets = Bins.suitable(rows, counts.std_of(plan.names, plan.weights)[plan.names[0]]).buckets
+        kinds = dict.fromkeys(self._auto(), Hashed(buckets, tuple(range(buckets))))
+        complete = target if target.is_declared else Target(target.name, labels=ASSUMED_LABELS)
+        return TableEncoder(replace(self.schema, columns={**self.schema.columns, **kinds}, target=complete))
+
     def prepare(self, rows: NDArray[Any], counts: NoisedCounts | None) -> TableEncoder:
         """Fix the encoding. The rows are read only to count them; everything else follows from the noised counts."""
         target = self.schema.target
@@ -184,7 +194,7 @@ class TableSource(Source):
 
     def _count(self, rows: NDArray[Any], counts: NoisedCounts, target: Target | None) -> Findings:
         """One joint release: a histogram for each undeclared column, and what the target needs."""
-        plan = _Plan(self._auto(), target, target is not None and self._needs_weights(target))
+        plan = self._plan(target)
         std = counts.std_of(plan.names, plan.weights)
         _require_enough(len(rows), plan, std, target)
         bins = Bins.suitable(len(rows), std[plan.names[0]])
@@ -210,6 +220,9 @@ class TableSource(Source):
             return Findings(kinds, Target(""), (), tuple(lines), about)
         complete, label_counts, line = _target_from(target, released, bins, len(rows))
         return Findings(kinds, complete, label_counts, (*lines, *([line] if line else [])), about)
+
+    def _plan(self, target: Target | None) -> _Plan:
+        return _Plan(self._auto(), target, target is not None and self._needs_weights(target))
 
     def _bins(self, name: str, bins: Bins) -> NDArray[np.int64]:
         column = self.table.columns[name]

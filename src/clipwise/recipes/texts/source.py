@@ -10,7 +10,7 @@ import numpy as np
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.class_labels import released_labels, require_labels
-from clipwise.recipes.kind import Settings, Source
+from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.texts import sentences
 from clipwise.recipes.texts.defaults import HASHED_WORDS, SENTENCES, text_settings
 from clipwise.recipes.texts.encoder import MODELS, TextEncoder
@@ -90,6 +90,9 @@ class TextSource(Source):
                 f"--model {HASHED_WORDS}."
             )
         return settings
+
+    def largest(self, rows: int, counts: NoisedCounts) -> TextEncoder:
+        return TextEncoder(ASSUMED_LABELS)
 
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> TextEncoder:
         values = self.labels()
