@@ -12,6 +12,7 @@ def call(*arguments):
     return CliRunner().invoke(app, ["tune", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_a_script_gets_its_front_and_the_cost_is_printed(tmp_path):
     pytest.importorskip("optuna")
     (tmp_path / "mine.py").write_text(SCRIPT)
@@ -38,6 +39,7 @@ def test_a_recipe_is_tuned_and_its_runs_compose(tmp_path):
     assert "releasing all 2 models would cost epsilon" in found.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_an_accounted_search_prints_its_cost_and_not_the_number_of_runs(tmp_path, monkeypatch):
     from clipwise.accounting import Repetitions
 

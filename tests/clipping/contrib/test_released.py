@@ -54,6 +54,7 @@ def test_without_noise_it_is_the_norm() -> None:
     assert typical.renew() and typical.norms == pytest.approx(truth)
 
 
+@pytest.mark.slow
 def test_the_energy_of_the_noise_is_taken_off() -> None:
     """Here it is larger than that of the gradient: 40 coordinates in the first layer."""
     typical, truth = estimated(memory=0.999), {"0": 3.0, "2": 1.0, "4": 0.5}
