@@ -801,62 +801,6 @@ def test_what_cannot_be_read_is_refused(path: Path) -> None:
             read(path / name)
 
 
-# A partition with blocks that were not clipped as a whole: older versions understated its cost
-
-BLOCKS = Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
-DRAWN = Event(Sampling.FIXED_SIZE, Adjacency.REPLACE_ONE, Unit.RECORD, 1.1, 0.1)
-
-
-def strategy(name: str) -> dict[str, dict[str, str]]:
-    return {"strategy": {"strategy": name}}
-
-
-@pytest.mark.parametrize("name", ["per-example", "lipschitz", "backprop", None])
-def test_a_partition_of_records_that_were_clipped_one_by_one_is_refused(path: Path, name: str | None) -> None:
-    with FileLedger(path) as open_ledger:
-        if name is not None:
-            open_ledger.describe(strategy(name))
-        charge(open_ledger, BLOCKS, 3)
-    for open_ in (read, FileLedger):
-        with pytest.raises(LedgerError, match=r"sampling='partition'.*clipped as a whole.*understated"):
-            open_(path)
-
-
-def test_a_partition_of_users_is_refused(path: Path) -> None:
-    with FileLedger(path) as open_ledger:
-        open_ledger.describe(strategy("batch"))
-        open_ledger.charge(Event(Sampling.PARTITION, Adjacency.REPLACE_ONE, Unit.USER, 1.1, 0.1))
-    with pytest.raises(LedgerError, match="the unit was a user"):
-        read(path)
-
-
-def test_a_partition_of_whole_blocks_is_counted_beside_other_runs(path: Path) -> None:
-    with FileLedger(path) as open_ledger:
-        open_ledger.describe(strategy("batch"))
-        charge(open_ledger, BLOCKS, 3)
-    with FileLedger(path, join=True) as open_ledger:  # what another run does with its own draws changes nothing
-        open_ledger.describe(strategy("per-example"))
-        charge(open_ledger, DRAWN, 2)
-    assert read(path).history == [Entry(BLOCKS, 3), Entry(DRAWN, 2)]
-    with FileLedger(path, join=True) as open_ledger:
-        charge(open_ledger, BLOCKS, 1)
-    with pytest.raises(LedgerError, match="partition"):
-        read(path)
-
-
-@pytest.mark.parametrize(("name", "is_refused"), [("batch", False), ("per-example", True)])
-def test_an_imported_partition_belongs_to_the_run_that_continues(path: Path, name: str, is_refused: bool) -> None:
-    with FileLedger(path) as open_ledger:
-        open_ledger.import_history([Entry(BLOCKS, 3)])
-        open_ledger.describe(strategy(name))
-        open_ledger.charge(BLOCKS)
-    if is_refused:
-        with pytest.raises(LedgerError, match="partition"):
-            read(path)
-    else:
-        assert read(path).position == 4
-
-
 # Several runs
 
 

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling import BySize, Fetcher
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.microbatches import BySize
 
 NONE = np.empty(0, dtype=np.int64)
 SOME = np.array([1, 4, 5])

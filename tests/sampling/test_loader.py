@@ -14,17 +14,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling import (
-    Fetcher,
-    FixedSize,
-    Full,
-    Piece,
-    Poisson,
-    PrivateLoader,
-    Scheme,
-    Shuffled,
-    TruncatedPoisson,
-)
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.loader import Piece, PrivateLoader
+from clipwise.sampling.schemes import FixedSize, Full, Poisson, Shuffled, TruncatedPoisson
 
 SIZE = 40
 

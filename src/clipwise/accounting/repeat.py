@@ -124,8 +124,8 @@ class Repetitions:
 def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float:
     """An upper bound on epsilon at delta of a search in which every run costs `total`.
 
-    Batches are truncated, or releases fail, in any of the runs with probability at most E[K] X. Which run is released
-    depends on all of them, so a failure counts like a truncation: it may change the release of either data set.
+    In any of the runs, batches are truncated or releases fail with probability at most E[K] X. Which run is released
+    depends on all of them, so a failure counts like a truncation.
     """
     if total.is_empty:
         return 0.0

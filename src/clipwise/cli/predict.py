@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
+from clipwise.cli.options import RunPath
 from clipwise.cli.output import remark
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.predict import predictions, write_table
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunPath,
     data: Annotated[
         Path, typer.Argument(help="Records like those that the run was trained on. The target may be missing.")
     ],

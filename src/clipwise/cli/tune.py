@@ -19,38 +19,19 @@ from clipwise.tune.subject import of_script
 
 
 def tune(
-    what: Annotated[
-        str, typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function.")
-    ],
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="The number of finished runs of the study; 30 if left out.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="The seed of the search and of initial weights, never of noise.")
-    ] = 0,
+    what: Annotated[str, typer.Argument(help="A recipe (digits), or a script: path/to/file.py[:function].")],
+    trials: Annotated[int | None, typer.Option(min=1, help="The number of finished runs; by default 30.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of search and initial weights, never of noise.")] = 0,
     is_accounted: Annotated[
-        bool,
-        typer.Option(
-            "--accounted",
-            help="Draw a random, secret number of runs, release only the best, and account for the search.",
-        ),
+        bool, typer.Option("--accounted", help="Draw a secret number of runs, release the best, account for all.")
     ] = False,
-    epsilon: Annotated[
-        float | None, typer.Option(help="With --accounted: the budget of the whole search; 3 if left out.")
-    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="With --accounted: the whole budget; by default 3.")] = None,
     mean_runs: Annotated[
-        float | None, typer.Option(help="With --accounted: the mean number of runs, more than 1; 10 if left out.")
+        float | None, typer.Option(help="With --accounted: mean number of runs; by default 10.")
     ] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(help="With --accounted: the sampling rate of every run; 0.05 if left out.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="With --accounted: the epochs of every run; 10 if left out.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the study; runs/tune if left out. An existing study there continues."),
-    ] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="With --accounted: by default 0.05.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="With --accounted: epochs of a run; by default 10.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the study, which continues; runs/tune.")] = None,
 ) -> None:
     """Search settings for high accuracy and small epsilon, and show the Pareto front.
 

@@ -40,9 +40,9 @@ from clipwise.integrations.logging import SpentSoFar
 from clipwise.integrations.loss_terms import LossTerms
 from clipwise.ledger.ledger import Ledger, MemoryLedger
 from clipwise.noise.key import NoiseKey
-from clipwise.sampling import make_scheme
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.sampling.generators import seed_global_generators
+from clipwise.sampling.schemes import make_scheme
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
