@@ -1,4 +1,4 @@
-"""A loss may not meet the targets of other examples by the way in which torch repeats what is too short."""
+"""Losses that depend on the targets of other examples through broadcasting are refused."""
 
 from __future__ import annotations
 

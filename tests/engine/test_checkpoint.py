@@ -254,7 +254,7 @@ def test_a_run_that_released_nothing_leaves_no_resume_file(place: Place) -> None
     assert not place.resume_file.exists()
 
 
-# A fresh key wherever the old noise could meet another sum
+# A fresh key wherever the old noise could be added to another sum
 
 
 def stopped(place: Place, steps: int = 3, after: int = 0, **options: Any) -> bytes:

@@ -29,7 +29,7 @@ HEADER = {"dataset_size": 60000, "shapes": {"w": [10, 784]}}
 
 
 def crash(open_ledger: FileLedger) -> None:
-    """End as a killed process does: the lock goes, nothing is written."""
+    """End as a killed process does: the lock is released, nothing is written."""
     open_ledger._file.close()
 
 
@@ -88,7 +88,7 @@ def test_what_is_written_is_read(path: Path) -> None:
         charge(open_ledger, B, 2)
     found = read(path)
     assert (found.run, found.header, found.position) == (open_ledger.run, HEADER, 72)
-    assert found.history == [Entry(A, 70), Entry(B, 2)]  # events with floats come back exactly
+    assert found.history == [Entry(A, 70), Entry(B, 2)]  # events with floats are restored exactly
     assert found.clean and not found.torn
 
 
@@ -131,7 +131,7 @@ def test_a_block_that_was_interrupted_before_use_leaves_no_trace(path: Path) -> 
         charge(open_ledger, B, 4)
         open_ledger.restart()
         open_ledger.charge(B)
-        open_ledger._blocks[open_ledger.run].left += 1  # as if a signal had come between reserving and using
+        open_ledger._blocks[open_ledger.run].left += 1  # as if a signal had arrived between reserving and using
         assert open_ledger.history() == [Entry(B, 4)]
     with FileLedger(path) as open_ledger:
         open_ledger.charge(B)
@@ -509,7 +509,7 @@ def test_a_changed_last_line_is_refused_or_overstates(path: Path, instant: list[
             outcomes.append("torn")
         except LedgerError:
             outcomes.append("refused")
-    assert outcomes.count("refused") > len(outcomes) / 2  # only where it no longer looks whole is it torn
+    assert outcomes.count("refused") > len(outcomes) / 2  # it is torn only if it is incomplete
 
 
 def test_lines_cannot_be_removed_moved_added_or_repeated(path: Path, instant: list[int]) -> None:

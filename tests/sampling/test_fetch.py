@@ -159,7 +159,7 @@ def test_empty_batch_has_no_names() -> None:
 
 
 def test_empty_batch_of_a_custom_collate() -> None:
-    """Images in a stack, targets in a list with one entry a record, and sequences time-first."""
+    """Images in a stack, targets in a list with one entry per record, and sequences time-first."""
 
     def collate(records: list[Any]) -> Any:
         images, boxes, words = zip(*records, strict=True)

@@ -46,7 +46,7 @@ def chi_square(observed: list[int], expected: list[float]) -> float:
     return float(stats.chisquare(observed, expected).pvalue)
 
 
-# -- what every scheme promises
+# -- properties of every scheme
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda s: str(s.sampling))

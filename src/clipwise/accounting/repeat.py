@@ -1,6 +1,6 @@
 """The cost of a hyper-parameter search: many runs on the same data, of which only the best is released.
 
-Releasing the best of a fixed number K of runs costs up to K times a run. With a *random* number of runs it
+Releasing the best of a fixed number K of runs costs up to K times as much as one run. With a *random* number of runs it
 costs little more than one (Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
 2022), if
 

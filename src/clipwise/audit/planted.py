@@ -2,8 +2,8 @@
 
 A *Dirac* canary is the worst-case record: its gradient is one huge entry in each part of the release, which is clipped
 to the full bound. It passes through the real clipping, because its loss is replaced by a multiple of those parameters.
-All other records have no gradient, which is the data set that an attacker would choose: it looks at that entry alone.
-With z the joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
+All other records have no gradient: an attacker would choose such a data set, because it uses that entry alone. With z
+the joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
 N(1 / z, 1) with it. The log-likelihood ratios of all releases add up.
 
 The "out" world follows the adjacency: no record under zero-out, a canary of the opposite sign under replace-one. If

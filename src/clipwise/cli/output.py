@@ -81,7 +81,7 @@ def in_words(
     return (
         f"In words: if one {unit} is {_CHANGES[adjacency]}, the chance of any outcome grows by a factor of at "
         f"most e^epsilon{factor}, plus {delta:g}. An attacker who knows "
-        f"all other {unit}s, and may be wrong about 1 innocent case in 100, notices the change in at most "
+        f"all other {unit}s and raises a false alarm in 1 of 100 cases detects the change in at most "
         f"{rounded_up(100 * power, 3)} of 100."
     )
 

@@ -18,7 +18,7 @@ from clipwise.recipes.predict import predictions, write_table
 def predict(
     run: RunPath,
     data: Annotated[
-        Path, typer.Argument(help="Records like those that the run was trained on; without a target, too.")
+        Path, typer.Argument(help="Records like those that the run was trained on. The target may be missing.")
     ],
     out: Annotated[Path | None, typer.Option(help="A CSV file for the predictions; by default stdout.")] = None,
 ) -> None:

@@ -61,7 +61,7 @@ def tune(
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
-            "--accounted takes a recipe, because it must know what every run releases. For a script of your own, "
+            "--accounted requires a recipe, because it must know what every run releases. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
     if is_accounted:
@@ -81,7 +81,7 @@ def require_no_options_of_accounted(given: dict[str, float]) -> None:
     """Refuse options that an ordinary search would ignore."""
     for name in given:
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length."
+            f"--{name.replace('_', '-')} requires --accounted: an ordinary search chooses noise, batches and length."
         )
 
 
@@ -91,7 +91,7 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     require_folder(folder)
     found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
     head, *rows = study.table(found)
-    table = Table(*head, title="Runs that no other beats", title_justify="left")
+    table = Table(*head, title="Runs on the Pareto front", title_justify="left")
     for row in rows:
         table.add_row(*row)
     stdout().print(table)
@@ -105,7 +105,7 @@ def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None
     """Search with a secret number of runs; print and save the best."""
     if trials is not None:
         raise ConfigurationError(
-            "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
+            "--trials is not possible with --accounted, where the number of runs is drawn and stays secret: give "
             "--mean-runs, their mean number."
         )
     options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types

@@ -299,7 +299,7 @@ class _Steps:
 
 
 class _FollowRun(TrainerCallback):
-    """Begins the run before the other callbacks see the training, and looks at its result."""
+    """Begins the run before the other callbacks are called, and checks its result."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:
         self._trainer = trainer

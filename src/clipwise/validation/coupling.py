@@ -224,6 +224,8 @@ class IndependenceProbe:
             nodes, names = _behind(losses)
             if not set(trace.pairs).isdisjoint(nodes):
                 raise CoupledExamplesError(PAIRS)
+            if not set(trace.shared).isdisjoint(nodes):
+                raise CoupledExamplesError(_SHARED)
             has_woken = self._factors.examine(losses, trace.others)
             inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
             if not inputs:

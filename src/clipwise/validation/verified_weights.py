@@ -212,7 +212,7 @@ class VerifiedWeights:
         if not set(changed) <= averages.names_in_model():
             return list(changed)
         if not averages.is_applied:
-            self.state.take()  # they were copied into the model for good
+            self.state.take()  # they were copied into the model permanently
         return []
 
     def accept(self) -> None:
