@@ -17,7 +17,8 @@ from benchmarks.peers.rows import rows_for
 from clipwise.cli.app import app
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.tables.schema import Schema, tomllib
+from clipwise.recipes.tables.schema import Schema
+from clipwise.recipes.toml import tomllib
 from experiments import models
 from tests.docs.documented import DOCS, PAGES, README
 
