@@ -138,9 +138,6 @@ def test_its_own_constants_are_checked(argument: str) -> None:
     for value in (-1.0, math.nan, "a", [1.0], {"0": 0.0}):
         with pytest.raises(ConfigurationError, match=argument):
             Backprop(**{argument: value})  # type: ignore[arg-type]
-    for names, match in (({"0": 2.0, "2": 2.0, "zzz": 7.0}, "no trainable layer 'zzz'"), ({"0": 2.0}, "layer '2' too")):
-        with pytest.raises(ConfigurationError, match=f"{argument}.*{match}"):
-            private_run(clipped(grad_norm=2.0), clipping=Backprop(**{argument: names}))  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -151,8 +148,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_constants_that_disagree_with_the_layers_are_refused() -> None:
-    wrong = Backprop({"0": 1.0, "2": 2.0})
-    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize"), wrong):
+    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize")):
         with pytest.raises(ConfigurationError, match="layer '0' has"):
             private_run(clipped(), clipping=given)
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))

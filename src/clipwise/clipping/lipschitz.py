@@ -94,7 +94,7 @@ class Lipschitz(Strategy):
           not proven). The trace shows that the model processes rows independently. Every step compares its graph, and
           the tensors that the model reads, with the trace.
         - Assumption: each loss depends only on its own outputs (checked in every step by gradients) and on its own
-          targets (checked by shapes; a loss that uses the mean of all targets is not bounded).
+          targets (comparisons of all examples with all targets are refused; a mean of all targets is not detected).
         - Norms are certified upper bounds in float64, with a margin for the rounding of the network's arithmetic. The
           sum over B examples uses that arithmetic, which changes it by a few times B u Delta_k, u = 2^-24 in float32.
           No noise is added for this. An example with a non-finite gradient is replaced by 0.
@@ -227,7 +227,6 @@ class LipschitzClipper(Clipper):
         self._constant = bounded_losses.constant_of(strategy.bounded_loss, network.output_shape)
         self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
-        self._repeated = at_outputs.RepeatedOutputs()
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
@@ -302,12 +301,12 @@ class LipschitzClipper(Clipper):
         """sum_i J_i^T [g_i]_L: clip gradients at the outputs to the constant L of the loss; one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
-        at_outputs.require_outputs(outputs)
+        if not isinstance(outputs, Tensor):
+            raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
         if len(losses) == 0:
             return self.nothing()
         self._require_as_bounded(outputs)
         found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
-        self._repeated.require_none(losses, outputs)
         # Both answers are read in one transfer, since each read synchronizes with the device.
         has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
