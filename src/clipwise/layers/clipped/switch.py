@@ -15,8 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from clipwise.gradients.outline import ACCUMULATE
 Watcher = Callable[[Any, Tensor], None]  # a graph node, and the gradient of its output
 
 
-@dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     is_clipping: bool = True
     watcher: Watcher | None = None
     noted: list[Tensor] | None = None
@@ -42,7 +40,7 @@ _now = _Setting()
 def _set(**values: Any) -> Iterator[None]:
     global _now
     with _held:
-        before, _now = _now, replace(_now, **values)
+        before, _now = _now, _now._replace(**values)
         try:
             yield
         finally:
