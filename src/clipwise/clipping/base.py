@@ -200,12 +200,10 @@ class StatementText:
 
 
 class Strategy(ABC):
-    """The configuration of a clipping strategy, without model or data.
+    """The configuration of a clipping strategy, without model or data. No code outside of clipping/ tests its type.
 
     Attributes:
         name: the name in ledgers and checkpoints: the value of "strategy" in `describe`.
-        unit: the unit of privacy.
-        split: how noise is divided over parts.
         is_coupled: whether the bound holds even if examples of a batch depend on each other.
         bounds_inside: whether it bounds gradients inside the network, so that losses must be computed from its outputs.
         takes_views: whether an example may have several rows in a batch.

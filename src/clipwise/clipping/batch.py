@@ -41,9 +41,8 @@ class Batch(VectorClipping):
     """Batch clipping: the released sum is sum_j [g(S_j)]_C over the microbatches S_j of a batch, over a constant.
 
     g is the mean gradient of a microbatch (a group in the paper), or a local update computed from it. Examples of the
-    same microbatch may depend on each other: batch norm in training mode, contrastive losses. The cost is more noise:
-    at equal C and noise multiplier, the noise on the update is 2 B / k times that of `PerExample`, for batches of B
-    examples and k microbatches.
+    same microbatch may depend on each other: batch norm in training mode, contrastive losses. At equal C and noise
+    multiplier, the noise on the update is 2 B / k times that of `PerExample`, for batches of B examples.
 
     The loader yields a batch one microbatch at a time. `private.step` takes the losses of each: one loss per example,
     which are averaged, or a single loss.
@@ -179,8 +178,8 @@ class BatchClipper(VectorClipper):
         assert real_B is None  # microbatches are not padded
         if losses.dim() and len(losses) == 0:
             return self.nothing()
-        found: tuple[Tensor | None, ...]
-        found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
+        found: list[Tensor | None] = []
+        found += torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
         gradients = {}
         for (name, p), g in zip(self._parameters.items(), found, strict=True):
             if g is not None:

@@ -60,8 +60,7 @@ class Lipschitz(Strategy):
 
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
-    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed, so a step costs about as
-    much as a non-private one. Bounding introduces no bias, unlike clipping of gradients.
+    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed.
 
     The model must begin with a `layers.ClipInput(input_norm)` or with an embedding of ids. A step also needs the
     outputs of the model: `private.step(losses, outputs=outputs)`.

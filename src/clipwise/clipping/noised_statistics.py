@@ -38,10 +38,7 @@ class NoisedStatistics:
         mu <- mu + p u / r,    log(v + eps) <- log(v + eps) + p w,    v >= eps,    p = momentum
 
     so R is in units of standard deviations. mu and v start at the values of the layer's buffers: 0 and 1, or those of
-    public data (`layers.recompute_statistics`).
-
-    The buffers `running_mean` and `running_var` change once per release; `num_batches_tracked` counts releases. They
-    are saved with the model. Layers that are in `.eval()` mode at `make_private` do not change.
+    public data (`layers.recompute_statistics`). Layers that are in `.eval()` mode at `make_private` do not change.
 
     Args:
         max_norm: R. Without noise, mu and v change by at most p R per step. The noise is proportional to R: prefer a

@@ -1,11 +1,11 @@
 """Batch norm layers that store no running statistics of private batches, and the exchange of layers of a model.
 
-A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass, because the clip bounds
-the resulting gradient. Running statistics would release private data without noise. These layers therefore keep none.
-Evaluation uses the statistics of the evaluated batch, of public data, or statistics released with noise.
+A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass. Running statistics
+would release private data without noise, so these layers keep none. Evaluation uses the statistics of the evaluated
+batch, of public data, or statistics released with noise.
 
-The statistics of a layer's input, per row, can be attached to the autograd graph of the losses (`Observation`). No
-module holds them: they are freed with the graph, and a forward pass whose losses are not used leaves nothing behind.
+The statistics of a layer's input, per row, can be attached to the autograd graph of the losses (`Observation`), and are
+freed with it.
 """
 
 from __future__ import annotations

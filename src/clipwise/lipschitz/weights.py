@@ -61,10 +61,8 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
     """Scale down, in place, each parameter whose norm is above its limit.
 
     Weights are clipped by their spectral or Frobenius norm (a convolution as a matrix c_out x (c_in k), an embedding
-    table per row), biases by their L2 norm. This is post-processing of released values. With Frobenius norms it is the
-    projection onto the ball. Spectral scaling is not, and training may stop short of an optimum.
-
-    Parameters without a limit, because they are not trained, are not changed.
+    table per row), biases by their L2 norm. This is post-processing of released values. Parameters without a limit,
+    because they are not trained, are not changed.
 
     Returns:
         Per parameter the ratio of its previous norm to its limit: above 1 it was clipped. See `on_limit`.

@@ -1,8 +1,8 @@
 """Global settings of backward passes through clipped layers: clipping, observation, clearing of examples.
 
-Upstream gradients are clipped except while a probe examines a graph (gradients/layout.py): it needs a backward pass
-that is linear in the weights of the losses. The setting is shared by all threads, since torch runs backward passes on
-its own threads. A thread that changes it, or whose sums will be released, therefore holds a lock.
+Upstream gradients are clipped except while a probe examines a graph (gradients/layout.py). The setting is shared by all
+threads, since torch runs backward passes on its own threads: a thread that changes it, or whose sums will be released,
+holds a lock.
 
 A non-finite example counts as 0: its factor is 0, and its rows are cleared, since 0 times NaN is NaN. Clearing takes a
 copy of the layer's input or a synchronization with the device. A captured step (compiled.py) does neither. It records
