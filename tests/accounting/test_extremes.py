@@ -40,7 +40,7 @@ def test_any_input_has_a_bound(entry: Make, sampling: str, rate: float, z: float
     one_step = gaussian.hockey_stick(np.array([epsilon]), min(rate, 1.0), z)[0]
     assert one_step <= delta * (1 + 1e-9)
     start = time.process_time()
-    # The bound by participations looks for delta on a grid that is coarse below 1e-20.
+    # The bound by participations searches delta on a grid that is coarse below 1e-20.
     assert 0 <= accountants.delta_of(history, epsilon) <= delta * (1.05 if delta > 1e-20 else 1e10)
     assert time.process_time() - start < SECONDS
 

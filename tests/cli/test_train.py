@@ -185,6 +185,7 @@ def test_an_onnx_export_gives_the_same_outputs(run, tmp_path):
         (["TABLE", "--target", "bought", "--epsilon", 3, "--groups", "city"], "category"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--image-size", 5000], "--image-size"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "OTHER"], "city"),
+        (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "TABLE"], "whose rows are private"),
         (["--resume", "nowhere", "--dry-run"], "dry-run"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--public-test", "none.csv"], "none.csv"),
         (["TABLE", "--target", "bought", "--epsilon", 3, "--name", "a", "--out", "b"], "--name"),

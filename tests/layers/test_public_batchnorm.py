@@ -342,7 +342,7 @@ def test_plain_batch_norm_loads_the_state_of_supported_kinds(kind: str) -> None:
 
 
 def test_a_state_without_the_number_of_rows() -> None:
-    """It is known if the statistics are computed here; otherwise it is required."""
+    """It is stored if the statistics are computed here; otherwise it is required."""
     state = network().state_dict()
     model, statistics = sound("self+public")
     before = model(images(3))

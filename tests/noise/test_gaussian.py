@@ -81,7 +81,7 @@ def edge() -> float:
 
 
 def tail_uniforms(excess: float, grid: int = 2**53) -> Iterator[float]:
-    """Pairs of uniforms on [0, 1) as numpy asks for them, of those that can give more than edge + excess.
+    """Pairs of uniforms on [0, 1) as numpy draws them, of those that can give more than edge + excess.
 
     The tail is x = edge + e, e = -ln(1 - U) / edge, taken if -2 ln(1 - V) > e^2. A larger excess needs a U above
     1 - exp(-edge excess) and a V above 1 - exp(-excess^2 / 2); all others change nothing beyond it.

@@ -1,7 +1,6 @@
 """The library dp-accounting, imported on first use, and its privacy loss distributions as an accountant.
 
-The accountant computes the same figure as pld.py with independent code: a second opinion. It is slower and does not
-support fixed-size batches. Training and the PLD accountant work without the library.
+It computes the same figure as pld.py with independent code, is slower, and does not support fixed-size batches.
 """
 
 from __future__ import annotations

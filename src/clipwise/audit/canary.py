@@ -79,9 +79,7 @@ def canary(
     """
     one_of("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
-        raise ConfigurationError(
-            "planted goes with kind='record' only, and kind='record' needs it: give both or neither."
-        )
+        raise ConfigurationError("planted is for kind='record' only, which requires it: give both or neither.")
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) returns one loss per example.")
     whole("runs", runs, least=least_runs(kind))

@@ -61,12 +61,12 @@ def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = R
 
 
 def loss_threshold(member_losses: Array, other_losses: Array) -> Membership:
-    """Attack that calls records with a small loss members."""
+    """Attack that classifies records with a small loss as members."""
     return curve("loss threshold", -np.asarray(member_losses), -np.asarray(other_losses))
 
 
 def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> Membership:
-    """Attack that calls a record a member if its loss is likelier under models trained on it than under the others.
+    """Attack that classifies a record as a member if its loss is likelier under models trained on it than under others.
 
     The losses of a record under the other models, with it and without it, are modelled as two normal distributions
     with a spread shared by all records, because there are few models per record. The score is the log-likelihood

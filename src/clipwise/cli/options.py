@@ -7,9 +7,15 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from clipwise.errors import ConfigurationError
+
+RunPath = Annotated[Path, typer.Argument(help="The folder of a run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,15 +9,16 @@ from typing import Annotated
 
 import typer
 
+from clipwise.cli.options import RunPath
 from clipwise.cli.output import remark
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.predict import predictions, write_table
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunPath,
     data: Annotated[
-        Path, typer.Argument(help="Records like those that the run was trained on; without a target, too.")
+        Path, typer.Argument(help="Records like those that the run was trained on. The target may be missing.")
     ],
     out: Annotated[Path | None, typer.Option(help="A CSV file for the predictions; by default stdout.")] = None,
 ) -> None:

@@ -18,7 +18,7 @@ from clipwise.gradients import Memory, per_example_gradients
 from clipwise.gradients.precision import IEEE, Arithmetic, PutAside
 from clipwise.gradients.real_views import dimension, own_part
 from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
-from clipwise.sampling import Scheme
+from clipwise.sampling.base import Scheme
 
 if TYPE_CHECKING:
     from clipwise.clipping.public import PublicData

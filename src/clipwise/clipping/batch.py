@@ -22,7 +22,7 @@ from clipwise.gradients.precision import PutAside, Rare
 from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
-from clipwise.sampling import Partition
+from clipwise.sampling.schemes import Partition
 from clipwise.validation.arguments import require_takes, whole, with_plain_numbers
 
 # The margin below C for rounding: of norms in float64, and of a weight and a product in float32 (2^-23).

@@ -96,9 +96,9 @@ class LayerStatistics:
                 self._layers[f"{STATISTICS_OF}{name or 'the model'}"] = layer
         if not self._layers:
             raise ConfigurationError(
-                "running_statistics=NoisedStatistics(...) found no layer to learn for. Before make_private call "
-                "clipwise.layers.without_running_statistics(model) for Batch, or with_released_statistics(model) for "
-                "PerExample, and model.train()."
+                "running_statistics=NoisedStatistics(...) found no layer whose statistics it could release. "
+                "Before make_private call clipwise.layers.without_running_statistics(model) for Batch, or "
+                "with_released_statistics(model) for PerExample, and model.train()."
             )
         for name in self._layers:
             if name in site.parameters:

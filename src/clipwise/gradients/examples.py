@@ -1,6 +1,6 @@
 """Per-example gradients of parameters: from single uses to parameters, and their norms and weighted sums.
 
-A use gives gradients with respect to its input tensor, which may be made of parameters: transposes, views, casts,
+A use gives gradients with respect to its input tensor, which may be computed from parameters: transposes, views, casts,
 normalised or adapted weights. If that tensor is a view of one parameter (an *isometric* path), the norm is the
 parameter's own, and only the weighted sum is carried back. Otherwise each example's gradient is written out and carried
 back separately.

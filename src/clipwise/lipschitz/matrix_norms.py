@@ -243,6 +243,9 @@ class Frobenius(Wanted):
 class LongestRow(Frobenius):
     """The norm of their longest row; the matrices must not be taller than wide."""
 
+    def __post_init__(self) -> None:
+        assert self.of.matrices.shape[-2] <= self.of.matrices.shape[-1], "the diagonal has the columns"
+
     def numbers(self) -> list[Number]:
         if self.of.is_quick:
             return [max(map(max, self.of.squares)), self.of.trace]

@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Progress and released figures, one JSON object a line."""
+        """Progress and released figures, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property

@@ -98,7 +98,7 @@ def path_of(choices: Choices) -> Path:
         return folder / path
     found = sorted(folder.glob(f"{path.name}.*"))
     if len(found) != 1:
-        what = f"{len(found)} files are called so" if found else "there is none"
+        what = f"{len(found)} files have this name" if found else "there is none"
         raise ConfigurationError(f"--data-folder {folder} holds no single data set {choices.path!r}: {what}.")
     return found[0]
 
@@ -128,6 +128,11 @@ def require_public_test(choices: Choices, source: Source) -> None:
             DigitsSource(train=False, file=None if found == EMBEDDED else Path(found))
         elif not Path(found).exists():
             raise ConfigurationError("there is no such file or folder.")
+        elif choices.is_private and Path(found).samefile(path_of(choices)) and not _may_have_parts(Path(found)):
+            raise ConfigurationError(
+                "these are the data of the run, whose rows are private: an exact figure on them is not covered by "
+                "epsilon. Give other rows, or leave it out: a share of the rows is held out for a noised figure."
+            )
         elif isinstance(source, TableSource):
             test = TableSource(Path(found), schema=source.schema, encoding=choices.encoding)
             if not test.has_target:
@@ -136,6 +141,12 @@ def require_public_test(choices: Choices, source: Source) -> None:
             open_source(replace(choices, path=found, data_kind=source.kind, data_folder=None))
     except ConfigurationError as error:
         raise ConfigurationError(f"--public-test {found}: {error}") from error
+
+
+def _may_have_parts(path: Path) -> bool:
+    """Whether a path may hold public test records beside those of the training."""
+    names = [entry.name.lower() for entry in path.iterdir()] if path.is_dir() else []
+    return path.suffix == ".npz" or any(part in name for name in names for part in ("test", "t10k", "val"))
 
 
 def public_test(choices: Choices, encoder: Encoder) -> Source | None:

@@ -146,7 +146,7 @@ def write(name: str, points: Sequence[Point], out: Path) -> list[Path]:
 def markdown(name: str, points: Sequence[Point]) -> str:
     """The front as a table, and the cost of the search."""
     head, *rows = table(points)
-    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
+    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those on the Pareto front:", ""]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join([*lines, "", *cost_in_words(points)]) + "\n"
 

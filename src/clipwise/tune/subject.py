@@ -116,7 +116,7 @@ class Point(Score):
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front: the points that no other beats in both accuracy and epsilon, sorted by epsilon."""
+    """The Pareto front: points that no other exceeds in accuracy at a smaller epsilon, sorted by epsilon."""
     found: list[Point] = []
     for p in sorted(points, key=lambda p: (p.epsilon, -p.accuracy, p.number)):  # the first of equal ones
         if not found or p.accuracy > found[-1].accuracy:

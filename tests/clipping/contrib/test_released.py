@@ -1,4 +1,4 @@
-"""Typical norms from releases: how close they come, and that nothing but releases is needed."""
+"""Typical norms from releases: how accurate they are, and that only releases are needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def estimated(memory: float = 0.9) -> Estimated:
 
 
 def release(norms: dict[str, float], noise: float, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Mean gradients of those norms, layer by layer, with noise on every coordinate."""
+    """Mean gradients with these norms per layer, with noise on every coordinate."""
     random = torch.Generator().manual_seed(seed)
     means, on = {}, trainable(small_model())
     for h, names in LAYERS.items():

@@ -345,7 +345,7 @@ def test_a_resumed_run_has_the_same_frozen_entries(strategy: Strategy, made: int
 
 
 def test_a_checkpoint_before_the_update_of_ones_own_keeps_frozen_entries(tmp_path: Path) -> None:
-    """Momentum has moved them, and nobody has put them back yet: the checkpoint says where they belong."""
+    """Momentum has moved them and they are not restored yet: the checkpoint has their values."""
     model, straight, other = network(), network(), network()
     strategy = STRATEGIES[0]
 

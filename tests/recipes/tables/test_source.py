@@ -53,7 +53,7 @@ class Fixed(NoisedCounts):
 
 
 class Kept(NoisedCounts):
-    """Keeps what is asked for and released."""
+    """Records the requested and the released counts."""
 
     asked: tuple[Mapping[str, tuple[np.ndarray, int]], Mapping[str, Sequence[str | None]]]
     released: Released

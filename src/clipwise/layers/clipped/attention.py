@@ -164,7 +164,9 @@ class ClippedAttention(ClippedLayer):
         """As `nn.MultiheadAttention` with `batch_first=True`: inputs are (B, T, d)."""
         layer = self.layer
         inputs = [self.require_examples(t, least=3) for t in (query, key, value)]
-        q, k, v = (x.view(*x.shape[:2], layer.num_heads, -1).transpose(1, 2) for x in self._projected(inputs))
+        q, k, v = (
+            x.view(*x.shape[:2], layer.num_heads, layer.head_dim).transpose(1, 2) for x in self._projected(inputs)
+        )
         if is_causal and attn_mask is None:  # is_causal is only a hint about the mask, as in torch
             raise ConfigurationError(f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well.")
         mask = _joined(attn_mask, key_padding_mask, q, query.shape[0], layer.num_heads)
