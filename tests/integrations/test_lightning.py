@@ -162,6 +162,19 @@ def test_a_wrong_loader_or_module_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model("None"), DataLoader(data(), BATCH))
 
 
+@pytest.mark.parametrize("sanity_steps", [0, 2])
+def test_an_evaluation_on_the_training_records_is_refused(tmp_path: Path, sanity_steps: int) -> None:
+    rows = data()
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0), num_sanity_val_steps=sanity_steps)
+    with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
+        fit.fit(model(), DataLoader(rows, BATCH), DataLoader(rows, 16))
+    assert not fit.callback_metrics
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0))
+    fit.fit(model(), DataLoader(rows, BATCH), DataLoader(data(), 16))
+    with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
+        fit.validate(fit.lightning_module, DataLoader(rows, 16))
+
+
 def test_a_value_of_the_training_batches_in_the_log_is_warned_about(tmp_path: Path) -> None:
     with pytest.warns(clipwise.PrivacyWarning, match="train_loss"):
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model("logged"), DataLoader(data(), BATCH))

@@ -56,6 +56,8 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._awaits_backward = False
         self._has_warned = False
         self._loaded: dict[str, Any] | None = None
+        self._trained: object = None  # the data set of the training
+        self._evaluated: list[object] = []  # those of evaluations
 
     @property
     def private(self) -> Private:
@@ -75,9 +77,13 @@ class PrivateStrategy(SingleDeviceStrategy):
                 trainer.callbacks.insert(0, _LogEpsilon())  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._trainer
-        if trainer is None or not trainer.training:  # of an evaluation
+        trainer, records = self._trainer, getattr(dataloader, "dataset", None)
+        if trainer is None or not trainer.training:
+            self._evaluated += [] if trainer is None or trainer.predicting else [records]
+            self._require_other_records()
             return dataloader
+        self._trained = records
+        self._require_other_records()
         if self._private is not None:
             self._private.close()
         arguments = {**arguments_of(dataloader), **self._length(trainer), **self._options}
@@ -92,6 +98,14 @@ class PrivateStrategy(SingleDeviceStrategy):
         if self._loaded is not None:
             self._private.load_state_dict(self._loaded)
         return self._private.loader if self._max_physical_batch_size is None else _Steps(self._private)
+
+    def _require_other_records(self) -> None:
+        """Raise if an evaluation is on the training records. Its loader may be made before that of the training."""
+        if any(records is not None and records is self._trained for records in self._evaluated):
+            raise ConfigurationError(
+                "An evaluation has the data set of the training. Metrics on training records are exact values of "
+                "private data, which the guarantee does not cover: evaluate on other records."
+            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return batch if isinstance(batch, _Pieces) else super().batch_to_device(batch, device, dataloader_idx)
