@@ -125,6 +125,28 @@ def test_a_checkpoint_continues_the_count(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", clipwise.PrivacyWarning)
         second.fit(model(), DataLoader(data(), BATCH), ckpt_path=path, weights_only=True)
     assert second.global_step == strategy.private.steps == 12
+    second.fit_loop.max_epochs = 3
+    second.fit(second.lightning_module, DataLoader(data(), BATCH))
+    assert strategy.private.steps == 18
+
+
+def test_a_second_fit_counts_the_first(tmp_path: Path) -> None:
+    module, strategy = model(), PrivateStrategy(noise_multiplier=1.0, delta=1e-3)
+    fit = trainer(tmp_path, strategy)
+    fit.fit(module, DataLoader(data(), BATCH))
+    once = strategy.private.spent()
+    fit.fit_loop.max_epochs = 4
+    fit.fit(module, DataLoader(data(), BATCH))
+    twice = strategy.private.spent()
+    assert (once.steps, twice.steps) == (12, 24) and twice.epsilon > once.epsilon
+
+
+def test_a_budget_is_that_of_all_fits(tmp_path: Path) -> None:
+    module, strategy = model(), PrivateStrategy(epsilon=3.0, delta=1e-3)
+    fit = trainer(tmp_path, strategy)
+    fit.fit(module, DataLoader(data(), BATCH))
+    with pytest.raises(clipwise.ConfigurationError, match="used up"):
+        fit.fit(module, DataLoader(data(), BATCH))
 
 
 def test_max_steps_plans_the_noise(tmp_path: Path) -> None:
