@@ -18,6 +18,7 @@ from clipwise.recipes.config import Choices, choices_of, flag
 from clipwise.recipes.estimate import Estimate, estimate
 from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
+from clipwise.recipes.kind import Task
 from clipwise.recipes.planning import Plan, plan_of
 from clipwise.recipes.run_folder import RunFolder, fresh_folder
 from clipwise.recipes.sources import public_test, require_public_test
@@ -25,6 +26,7 @@ from clipwise.recipes.train import Run, begin, reopened
 from clipwise.recipes.train import train as train_run
 
 INTERRUPTED = 130
+SHOWN_LABELS = 10
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ def train(
     folder = RunFolder(fresh_folder(_wanted(out, name, choices)))
     with stopping(display) as stop:
         _announce(plan, folder, display)
-        follow(begin(plan, folder, shlex.join(["clipwise", *sys.argv[1:]])), display, stop, reference)
+        run = begin(plan, folder, shlex.join(["clipwise", *sys.argv[1:]]))
+        _announce_task(run.encoder.task, display)
+        follow(run, display, stop, reference)
 
 
 def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, Any] | None = None) -> None:
@@ -156,8 +160,11 @@ def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, An
             hint = f"Continue with: clipwise train --resume {folder.path}"
             display.warn(f"Interrupted. {hint if run.plan.event is not None else 'A run without privacy begins anew.'}")
             raise typer.Exit(INTERRUPTED)
+    labels = run.encoder.task.labels or ()
     for figure in evaluate(run.plan, run.encoder, folder, test):
         display.released(figure.to_dict())
+        if figure.group is None and figure.high * len(labels) < 1 and labels:
+            display.warn("warning: guessing is better than this model. Are --labels spelled as in the data?")
     report = write_documents(folder, reference)
     display.line(f"The run is in {folder.path}, its report in {report}", kind="done", folder=str(folder.path))
 
@@ -217,6 +224,17 @@ def _announce(plan: Plan, folder: RunFolder, display: Display) -> None:
         model=plan.settings.model,
         steps=plan.steps,
     )
+
+
+def _announce_task(task: Task, display: Display) -> None:
+    """What is predicted: declared, or released by the noised counts."""
+    if task.labels is not None:
+        shown = ", ".join(task.labels[:SHOWN_LABELS]) + ", ..." * (len(task.labels) > SHOWN_LABELS)
+        display.line(f"predicts one of {len(task.labels)} labels: {shown}", kind="task", labels=task.labels)
+    elif task.range is not None:
+        low, high = task.range
+        text = f"predicts a number from {low:g} to {high:g}; for classes give --task classification or --labels"
+        display.line(text, kind="task", range=task.range)
 
 
 def _show(found: Estimate, display: Display) -> None:
