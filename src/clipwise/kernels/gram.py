@@ -115,7 +115,7 @@ def gram_norms(
     programs = blocks(T, rows * _TIMES)
     partial_BP3 = torch.empty(B, programs, 3, dtype=torch.float64, device=device)
     diagonal_2BT = torch.empty(2, B, T, dtype=torch.float32, device=device)
-    square_B, mass_B = torch.empty(2, B, dtype=torch.float64, device=device).unbind()
+    square_B, mass_B = (torch.empty(B, dtype=torch.float64, device=device) for _ in range(2))
     with device_of(left_BTm):
         _write_sums[(B, programs)](
             left_BTT, right_BTT, partial_BP3, diagonal_2BT, T, _first_block(T), left_BTT.stride(0),
