@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Budget, Form, Outer, Rows, Tied, Written, at_least_float32
+from clipwise.gradients.forms import Budget, Form, Head, Outer, Rows, Tied, Written, at_least_float32
 from clipwise.gradients.forms.base import bytes_of
 from clipwise.gradients.outline import BY_HAND, CASTS, TRANSPOSE, Route
 from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
@@ -224,9 +224,12 @@ def _upright(c: Contribution) -> Form | None:
 
 def _side_by_side(forms: list[Form]) -> Form | None:
     """Concatenates the positions of products, and the entries of lookups, in one form of each kind."""
+    heads = [f for f in forms if isinstance(f, Head)]
     outers = [f for f in forms if isinstance(f, Outer)]
     rows = [f for f in forms if isinstance(f, Rows)]
     if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
+        if len(heads) == 1 and len(rows) == len(forms) - 1 and {f.V for f in rows} <= {heads[0].shape[0]}:
+            return heads[0].with_rows(_one_table(rows)) if rows else heads[0]
         return None  # some index whole rows, others single entries
     outer = _one_product(outers) if outers else None
     table = _one_table(rows) if rows else None
