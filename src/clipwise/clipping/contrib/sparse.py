@@ -84,7 +84,7 @@ def active_only(
 
     def masked(name: str, c: Contribution) -> Contribution:
         def make(examples: slice) -> Tensor:
-            return c.path.pull_each(c.form.instantiate(examples))[name].masked_fill(frozen[name], 0)
+            return c.path.pull_each(c.form.instantiate(examples), name).masked_fill(frozen[name], 0)
 
         p = parameters[name]
         return Contribution(Written(c.form.batch, p.shape, c.form.dtype, make), Path.identity(name, p))
