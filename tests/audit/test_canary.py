@@ -1,5 +1,6 @@
 """How tight the bounds of an attack are, and that they do not exceed the true value."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
 
 from clipwise import Batch, PerExample, audit
 from clipwise.audit.canary import measured
@@ -104,10 +106,10 @@ def test_a_given_record_is_detected_by_its_gradient() -> None:
 def test_a_claim_that_is_too_good_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from clipwise.noise import gaussian, mechanism
 
-    def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
-        return gaussian.gaussian(key, size, std / 2, **options)
+    def smaller(key: bytes, sums: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:
+        gaussian.add_gaussian(key, sums, [std / 2 for std in stds], divisor)
 
-    monkeypatch.setattr(mechanism, "gaussian", smaller)
+    monkeypatch.setattr(mechanism, "add_gaussian", smaller)
     report = audit.canary(*one_release(), runs=500, confidence=CONFIDENCE)
     assert not report.ok and report.measured.mu > 1
     with pytest.raises(AuditError, match="MORE THAN CLAIMED"):
