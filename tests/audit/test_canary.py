@@ -71,6 +71,7 @@ def test_a_dirac_canary_is_refused_where_gradients_are_bounded_inside(name: str)
         audit.one_run(*subject, canaries=2)
 
 
+@pytest.mark.slow
 def test_a_bound_rarely_exceeds_the_true_value() -> None:
     """Ten audits at confidence 0.95: more than 4 failures have a probability of 6e-5, and the seeds are fixed."""
     reports = [audit.canary(*one_release(), runs=100, seed=seed) for seed in range(10)]
@@ -78,6 +79,7 @@ def test_a_bound_rarely_exceeds_the_true_value() -> None:
     assert all(report.measured.mu < 1.5 for report in reports)
 
 
+@pytest.mark.slow
 def test_a_subsampled_run_stays_within_its_claim() -> None:
     subject = small(
         clipping=PerExample(max_norm=1.0, method="vmap"), steps=3, noise_multiplier=0.5, probe_independence=False

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import pipeline
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, random_split
 
 from clipwise import Batch, MemoryLedger, PerExample, contrib, make_private
 from tests.distributed import jobs
@@ -105,6 +105,10 @@ def sharded_over_one_rank(rank: int) -> Run:
     return run_with(fully_shard(jobs.network(), mesh=mesh["shards"]))
 
 
+def mesh_in_another_order(rank: int) -> Run:
+    return run_with(fully_shard(jobs.network(), mesh=DeviceMesh("cpu", [1, 0])))
+
+
 def sharded_with(strategy: str, rank: int) -> Run:
     model = jobs.laid_out(jobs.MODELS[strategy](), "fsdp")
     return run_with(model, clipping=jobs.STRATEGIES[strategy]())
@@ -117,6 +121,30 @@ def sharded_sparse(rank: int) -> Run:
 def parts_of_the_data(rank: int) -> Run:
     rows = TensorDataset(*(t[rank::2] for t in jobs.data().tensors))
     return run_with(jobs.network(), dataset=rows)
+
+
+class Rows(Dataset[Any]):
+    """Records of a data set of the user. With `noise` they differ each time they are read."""
+
+    def __init__(self, order: Tensor, noise: float = 0.0) -> None:
+        self._tensors, self._noise = tuple(t[order] for t in jobs.data().tensors), noise
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = (t[index] for t in self._tensors)
+        return x + self._noise * torch.randn(()), y
+
+
+def split_by_seed(rank: int) -> Run:
+    split = random_split(Rows(torch.arange(40), noise=1.0), [30, 10], torch.Generator().manual_seed(rank))
+    return run_with(jobs.network(), dataset=split[0])
+
+
+def ordered_by_seed(rank: int) -> Run:
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank))
+    return run_with(jobs.network(), dataset=Rows(order))
 
 
 def other_noise(rank: int) -> Run:
@@ -165,10 +193,13 @@ REFUSED: dict[str, tuple[Callable[[int], Run], str]] = {
     "split and FSDP2": (tensor_parallel_and_sharded, "(parallelize_module) together with fully_shard"),
     "parts of a model": (sharded_parts_only, "call fully_shard(model) last"),
     "a part of the ranks": (sharded_over_one_rank, "shard the model over all ranks"),
+    "another order of ranks": (mesh_in_another_order, "with ranks that rise along each of its dimensions"),
     "sharded Lipschitz": (partial(sharded_with, "lipschitz"), "Lipschitz is not supported for a model sharded"),
     "sharded PublicBatchNorm": (partial(sharded_with, "public"), "PublicBatchNorm is not supported for a model"),
     "sharded Sparse": (sharded_sparse, "sparse=Sparse(...) is not supported for a model sharded"),
     "a DistributedSampler's part": (parts_of_the_data, "Give every rank the whole data set"),
+    "a random split on each rank": (split_by_seed, "Give every rank the whole data set"),
+    "another order on each rank": (ordered_by_seed, "Give every rank the whole data set"),
     "another multiplier": (other_noise, "do not have the same arguments"),
     "another scheme": (other_sampling, "do not have the same arguments"),
     "two open ledgers": (open_ledger, "ledger= is an open ledger on a rank other than 0"),
@@ -199,6 +230,19 @@ def test_unsupported_set_ups_are_refused_on_every_rank(ranks: World, case: str) 
     assert any(expected in text for text in found), found
     others = [text for text in found if expected not in text]
     assert all("has stopped:" in text for text in others), found
+
+
+def with_random_records(rank: int) -> int:
+    model = jobs.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = run_with(model, dataset=Rows(torch.arange(40), noise=0.1 * rank))  # not random on rank 0
+    with make_private(optimizer=optimizer, rank_timeout=10.0, **given) as private:
+        jobs.train(model, private, 2)
+        return private.steps
+
+
+def test_random_records_are_not_compared(ranks: World) -> None:
+    assert ranks.run(with_random_records) == [2, 2]
 
 
 def uneven(rank: int) -> int:

@@ -426,6 +426,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [(7, 8), (None, None)])
 def test_another_seed_or_none_gives_other_noise(seeds: tuple[int | None, int | None]) -> None:
     a, b = map(noise_of_first_step, seeds)

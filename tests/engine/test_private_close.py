@@ -1,4 +1,4 @@
-"""How a run ends: what stays counted after an error, whether the count is exact, and a ledger that is gone."""
+"""How a run ends: what stays counted after an error, whether the count is exact, and a ledger that was removed."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_run_that_crashed_is_not_exact_when_it_has_gone_on(path: Path) -> None
     assert private.statement().exact is False
 
 
-# A ledger that is gone
+# A ledger that was removed
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced"])

@@ -75,7 +75,7 @@ class At:
     def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
         if event != "line" or next(self._lines) < self._line:
             return self._traced
-        # No signal comes between a lock and the block that it guards, or at its end; a tracer would.
+        # A signal cannot arrive between a lock and the block that it guards, or at its end; a tracer could.
         if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             sys.settrace(None)
             frame.f_trace = None
@@ -183,7 +183,7 @@ def _on_a_small_disk(plan: Plan, files: Files) -> Run:
 
 
 def read_only(plan: Plan, files: Files, lines: int) -> Run:
-    """The ledger's file system goes read-only: when it is opened, or in the middle of a run."""
+    """The ledger's file system becomes read-only: when it is opened, or in the middle of a run."""
     crash_points.reached = make_visible(files)
 
     class ReadOnly(io.FileIO):

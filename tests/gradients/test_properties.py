@@ -199,6 +199,7 @@ def test_random_models_are_exact(
         require_exact(model, inputs, memory)
 
 
+@pytest.mark.slow
 @FEWER
 @given(st.lists(st.tuples(st.integers(2, 6), st.integers(1, 6)), min_size=4, max_size=8), st.booleans())
 def test_one_memory_through_changing_batches_and_lengths(sizes: list[tuple[int, int]], time_first: bool) -> None:

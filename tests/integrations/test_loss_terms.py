@@ -91,6 +91,65 @@ def test_sums_and_constant_factors(logits):
     torch.testing.assert_close(terms.of(loss), expected)
 
 
+def changed_in_place(how, loss, logits):
+    other = F.mse_loss(logits, torch.zeros_like(logits))
+    if how == "operators":
+        loss += 3 * other
+        loss -= 1
+        loss *= 2.0
+        loss /= 4
+    else:
+        loss.add_(3 * other).sub_(1).mul_(2.0).div_(4)
+    return loss
+
+
+@pytest.mark.parametrize("how", ["operators", "methods"])
+def test_a_loss_that_is_changed_in_place(how, logits):
+    with LossTerms(B) as terms:
+        loss = changed_in_place(how, F.cross_entropy(logits, torch.arange(B)), logits)
+    expected = (F.cross_entropy(logits, torch.arange(B), reduction="none") + 3 * logits.square().mean(1)) / 2
+    torch.testing.assert_close(terms.of(loss), expected)
+    (gradient,) = torch.autograd.grad(terms.of(loss).mean(), logits)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.mean(), logits)[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss, logits: loss.add_(logits.norm()),
+        lambda loss, logits: loss.pow_(2),
+        lambda loss, logits: loss.add_(loss, alpha=2),
+        lambda loss, logits: torch.add(input=loss, other=loss),
+        lambda loss, logits: torch.div(loss, 2, rounding_mode="floor"),
+    ],
+)
+def test_a_loss_that_is_changed_in_another_way_is_refused(change, logits):
+    with LossTerms(B) as terms:
+        loss = change(F.cross_entropy(logits, torch.arange(B)), logits)
+    with pytest.raises(StepError, match="per-example terms"):
+        terms.of(loss)
+
+
+@pytest.mark.parametrize("positions", [T, B])
+def test_positions_on_the_first_axis(positions):
+    """The number of positions may equal the batch size by chance."""
+    x = torch.randn(positions, B, 2, requires_grad=True)
+    with LossTerms(B, batch_first=False) as terms:
+        loss = F.mse_loss(x, torch.zeros_like(x))
+    torch.testing.assert_close(terms.of(loss), x.square().mean((0, 2)))
+
+
+def test_an_unknown_axis_of_the_examples_is_refused():
+    for shape, batch_first in (((T, B), True), ((B, V), False), ((T * B, V), False)):
+        x = torch.randn(shape, requires_grad=True)
+        with LossTerms(B, batch_first=batch_first) as terms:
+            with pytest.raises(StepError, match="one row for each example"):
+                F.mse_loss(x, torch.zeros_like(x))
+            loss = x.square().mean()
+        with pytest.raises(StepError, match="per-example terms"):
+            terms.of(loss)
+
+
 def test_a_sum_with_an_unknown_summand_is_refused(logits):
     with LossTerms(B) as terms:
         loss = F.cross_entropy(logits, torch.arange(B)) + logits.norm()
@@ -110,6 +169,17 @@ def test_backward_gets_the_terms(logits):
     with LossTerms(B, got.append):
         F.cross_entropy(logits, torch.arange(B)).backward()
     assert got[0].shape == (B,) and logits.grad is None
+
+
+def test_backward_to_some_parameters_is_refused(logits):
+    got = []
+    with LossTerms(B, got.append):
+        loss = F.cross_entropy(logits, torch.arange(B))
+        for given in ({"inputs": [logits]}, {"gradient": torch.tensor(2.0)}):
+            with pytest.raises(StepError, match="gradient= or inputs="):
+                loss.backward(**given)
+        loss.backward(retain_graph=True)
+    assert len(got) == 1
 
 
 def test_an_empty_batch():

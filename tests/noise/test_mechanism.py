@@ -253,7 +253,7 @@ def test_axes_of_size_1_do_not_make_another_order() -> None:
 
 
 def test_how_sums_lie_in_memory_does_not_change_where_noise_falls() -> None:
-    """It hangs on the parameter alone: ways to compute a sum may leave it turned round."""
+    """It depends on the parameter alone: some ways to compute a sum return it transposed."""
     found = []
     for turns in (False, True):
         torch.manual_seed(0)

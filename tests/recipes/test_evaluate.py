@@ -50,6 +50,12 @@ def test_the_noise_is_fresh_unless_seeded(tmp_path):
     assert values[2] == values[3] != 0.5
 
 
+def test_noised_counts_are_whole_numbers(tmp_path):
+    """The low bits of a count of 0 would differ from those of a count of 1."""
+    values = [noised(Classifier(), [1.0] * 30 + [0.0] * 34, tmp_path / f"{i}")[0].value * 64 for i in range(20)]
+    assert all(value == round(value) for value in values) and len(set(values)) > 1
+
+
 def test_the_intervals_cover_the_figure_of_the_population(tmp_path):
     random, missed = np.random.default_rng(0), 0
     for run in range(200):

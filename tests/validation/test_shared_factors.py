@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -120,6 +121,63 @@ OWN: dict[str, Tokens] = {
     "a constant tensor": lambda t, y: t.sum(1) * torch.tensor(0.5),
     "own class weights": lambda t, y: t.sum(1) * WEIGHTS[y[:, 0]],
 }
+
+
+# Weights of the losses of torch: outputs, labels and example weights to losses
+Weighted = Callable[[Tensor, Tensor, Tensor], Tensor]
+BCE = partial(F.binary_cross_entropy_with_logits, reduction="none")
+
+
+def class_counts(labels_B: Tensor) -> Tensor:
+    return torch.bincount(labels_B, minlength=VOCABULARY).float()
+
+
+def one_hot(labels_B: Tensor) -> Tensor:
+    return F.one_hot(labels_B, VOCABULARY).float()
+
+
+OF_THE_BATCH: dict[str, Weighted] = {
+    "inverse frequencies": lambda o, y, w: F.cross_entropy(o, y, 1 / (1 + class_counts(y)), reduction="none"),
+    "smoothed": lambda o, y, w: F.cross_entropy(o, y, class_counts(y), reduction="none", label_smoothing=0.1),
+    "positions": lambda o, y, w: F.cross_entropy(
+        o.unsqueeze(2), y.unsqueeze(1), weight=class_counts(y), reduction="none"
+    ).mean(1),
+    "margin": lambda o, y, w: F.multi_margin_loss(o, y, weight=class_counts(y), reduction="none"),
+    "logistic": lambda o, y, w: BCE(o, one_hot(y), pos_weight=class_counts(y)).mean(1),
+    "probabilities": lambda o, y, w: F.binary_cross_entropy(
+        o.sigmoid(), one_hot(y), weight=w.mean(0), reduction="none"
+    ).mean(1),
+    "one number": lambda o, y, w: BCE(o, one_hot(y), weight=w.mean(0, keepdim=True)).mean(1),
+}
+OF_ITS_EXAMPLE: dict[str, Weighted] = {
+    "constants": lambda o, y, w: F.cross_entropy(o, y, weight=WEIGHTS, reduction="none"),
+    "constant logistic": lambda o, y, w: BCE(o, one_hot(y), pos_weight=WEIGHTS).mean(1),
+    "logistic": lambda o, y, w: BCE(o, one_hot(y), weight=w).mean(1),
+    "positional": lambda o, y, w: F.binary_cross_entropy(o.sigmoid(), one_hot(y), w, reduction="none").mean(1),
+    "labels": lambda o, y, w: BCE(o, one_hot(y), weight=WEIGHTS[y].unsqueeze(1)).mean(1),
+    "no weight": lambda o, y, w: BCE(o, one_hot(y)).mean(1),
+}
+
+
+def weighted_losses(probe: IndependenceProbe, size: int, how: Weighted) -> Tensor:
+    random = torch.Generator().manual_seed(size)
+    labels_B, weights_B1 = torch.randint(0, VOCABULARY, (size,), generator=random), torch.rand(size, 1)
+    labels_B, weights_B1 = probe.mark((labels_B, weights_B1))
+    return how(TABLE(torch.arange(size) % VOCABULARY), labels_B, weights_B1)
+
+
+@pytest.mark.parametrize("how", OF_THE_BATCH)
+def test_weights_of_a_loss_from_the_whole_batch_are_refused(how: str) -> None:
+    probe = IndependenceProbe()
+    with pytest.raises(CoupledExamplesError, match="class weights"):
+        probe.examine(weighted_losses(probe, 7, OF_THE_BATCH[how]))
+
+
+@pytest.mark.parametrize("how", OF_ITS_EXAMPLE)
+def test_constant_weights_and_weights_of_single_examples_are_accepted(how: str) -> None:
+    probe = IndependenceProbe()
+    for size in (7, 9, 2, 8):
+        probe.examine(weighted_losses(probe, size, OF_ITS_EXAMPLE[how]))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from clipwise.errors import ConfigurationError
 from clipwise.validation.inventory import checksums
 
 _COMPARED_RECORDS = 64
+_DIGEST = 8  # bytes
+_UNKNOWN = bytes(_DIGEST)
 
 
 def require_equal_arguments(ranks: OneRank, *values: object) -> None:
@@ -40,11 +43,15 @@ def require_equal_model(ranks: OneRank, model: Any) -> None:
 
 
 def require_equal_data(ranks: OneRank, dataset: Any) -> None:
-    """Raise if the ranks have different tensors. Other data sets are not read: their records may be random."""
+    """Raise if the ranks have different records, or the same in another order.
+
+    A record that has other indices on another rank could be drawn twice in one step.
+    """
     if ranks.count == 1:
         return
-    mine = _digest(dataset)
-    if len(set(ranks.exchange("set-up", mine))) > 1:
+    notes = ranks.exchange("set-up", b"".join(_digests(dataset)))
+    indices, records = ({note[start : start + _DIGEST] for note in notes} for start in (0, _DIGEST))
+    if len(indices) > 1 or len(records - {_UNKNOWN}) > 1:
         raise ConfigurationError(
             "dataset is not the same on every rank. Give every rank the whole data set: one batch is drawn from all of "
             "it, and each rank gets its own records of that batch. Use no DistributedSampler and no part of the data."
@@ -76,13 +83,27 @@ def _broadcast(t: Tensor, ranks: Ranks) -> None:
         t.copy_(sent)
 
 
-def _digest(dataset: Any) -> bytes:
+def _digests(dataset: Any) -> tuple[bytes, bytes]:
+    """Digests of the indices of subsets, and of some records: `_UNKNOWN` if these are random."""
     places = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED_RECORDS).astype(int))
+    indices = []
     while type(dataset) is Subset:
-        places, dataset = np.asarray(dataset.indices)[places], dataset.dataset
-    if not isinstance(dataset, TensorDataset):
-        return b""
-    return digest_of(*_values(dataset.tensors, places)).to_bytes(8, "little")
+        indices.append(np.asarray(dataset.indices, dtype=np.int64))
+        places, dataset = indices[-1][places], dataset.dataset
+    of_indices = digest_of(*(each.tobytes() for each in indices)).to_bytes(_DIGEST, "little")
+    if isinstance(dataset, TensorDataset):
+        return of_indices, digest_of(*_values(dataset.tensors, places)).to_bytes(_DIGEST, "little")
+    return of_indices, _of_records(dataset)
+
+
+def _of_records(dataset: Any) -> bytes:
+    """A digest of a few records that the data set gives twice alike."""
+    from clipwise.engine.fingerprint import of_data
+
+    with suppress(Exception), torch.random.fork_rng(devices=[]):  # an unreadable record is reported when it is drawn
+        found = of_data(dataset)
+        return found[:_DIGEST] if found == of_data(dataset) else _UNKNOWN
+    return _UNKNOWN
 
 
 def _values(tensors: Iterable[Tensor], places: Any) -> Iterable[object]:

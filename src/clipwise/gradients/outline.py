@@ -118,7 +118,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class UsePlan:
-    """A place that carries examples and takes tensors made of parameters alone: operand -> (place, output)."""
+    """A place that carries examples and takes tensors computed from parameters alone: operand -> (place, output)."""
 
     index: int
     operands: dict[int, tuple[int, int]]
@@ -143,7 +143,7 @@ class Route:
 
 
 class Operand(NamedTuple):
-    """An input of a use that is made of parameters: the index of the use, and the input position."""
+    """An input of a use that is computed from parameters: the index of the use, and the input position."""
 
     use: int
     number: int
@@ -217,7 +217,7 @@ class Plan:
     Attributes:
         uses: in the order of the walk.
         open: places that may or may not carry examples.
-        taken_for_derived: places assumed to be made of parameters alone, without proof.
+        taken_for_derived: places assumed to be computed from parameters alone, without proof.
         is_coupled: whether no row of any tensor belongs to one example alone.
         paths: paths of all operands (examples.py) and the parameters that they lead to, if no path needs autograd.
     """

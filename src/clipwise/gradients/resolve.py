@@ -71,7 +71,7 @@ class Resolved:
 
 @dataclass
 class Growth:
-    """Whether a tensor grows with the batch. A tensor made of parameters alone does not.
+    """Whether a tensor grows with the batch. A tensor computed from parameters alone does not.
 
     With dynamic padding it may have the padded length, which can be a multiple of a small batch size by chance. So
     there are two criteria. Rows that data select from a table are no positions, and two changes of the batch size are

@@ -2,7 +2,7 @@
 
 Nothing is attached to the model. Each node of the graph is one of
 
-    DERIVED  made of parameters alone (a parameter, its transpose, a normalised weight)
+    DERIVED  computed from parameters alone (a parameter, its transpose, a normalised weight)
     DATA     carries an example axis
 
 A DATA node that takes a DERIVED tensor is a *use*. The graph cannot always show whether a node that takes only DERIVED

@@ -52,18 +52,26 @@ _SUMS = {
     torch.add: 1.0,
     Tensor.add: 1.0,
     Tensor.__radd__: 1.0,
+    Tensor.__iadd__: 1.0,
+    Tensor.add_: 1.0,
     torch.sub: -1.0,
     Tensor.sub: -1.0,
     Tensor.__rsub__: -1.0,
+    Tensor.__isub__: -1.0,
+    Tensor.sub_: -1.0,
 }
 _PRODUCTS: dict[Any, Callable[[Any, Any], Any]] = {
     torch.mul: operator.mul,
     Tensor.mul: operator.mul,
     Tensor.__rmul__: operator.mul,
+    Tensor.__imul__: operator.mul,
+    Tensor.mul_: operator.mul,
     torch.div: operator.truediv,
     Tensor.div: operator.truediv,
     torch.true_divide: operator.truediv,
     Tensor.true_divide: operator.truediv,
+    Tensor.__itruediv__: operator.truediv,
+    Tensor.div_: operator.truediv,
 }
 _NEGATIONS = {torch.neg, Tensor.neg}
 
@@ -91,7 +99,7 @@ class LossTerms(TorchFunctionMode):
     Args:
         size: the number of examples in the batch.
         on_backward: called with the per-example losses in place of `loss.backward()`; None runs it unchanged.
-        batch_first: whether flattened rows are ordered by example, as they are for outputs of shape (B, T, ...).
+        batch_first: whether losses have the shape (B, T, ...), or (T, B, ...); also where the two axes are flattened.
 
     Attributes:
         is_active: whether losses are followed. If False, every function runs unchanged.
@@ -126,6 +134,7 @@ class LossTerms(TorchFunctionMode):
         if not self.is_active:
             return func(*args, **kwargs)
         if func is Tensor.backward and self.on_backward is not None:
+            _require_plain_backward(*args[1:], **kwargs)
             return self.on_backward(self.of(args[0]))
         if func in _REDUCED:
             return self._reduced(func, args, kwargs)
@@ -134,6 +143,7 @@ class LossTerms(TorchFunctionMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dim() == 0 and result.requires_grad:
             terms = self._followed(func, args, kwargs)
+            self._terms.pop(result, None)  # type: ignore[no-untyped-call]  # those before a change in place
             if terms is not None:
                 self._terms[result] = terms
         return result
@@ -164,7 +174,8 @@ class LossTerms(TorchFunctionMode):
         if of.dim() == 0:  # a loss that is reduced already
             terms = self._known(of)
         else:
-            terms = self._per_example(_Unreduced(of, None)) if of.numel() % max(self._size, 1) == 0 else None
+            losses_BT = self._rows(of)
+            terms = None if losses_BT is None else _means(losses_BT)
         if terms is not None:
             self._terms[result] = terms
         return result
@@ -179,24 +190,31 @@ class LossTerms(TorchFunctionMode):
     def _per_example(self, loss: _Unreduced, is_summed: bool = False) -> Tensor:
         """Shape (B,): the mean, or the sum, over the counted elements of each example."""
         losses_BT = self._rows(loss.values)
-        if is_summed:
-            return losses_BT.sum(1)
-        if loss.is_counted is None:
-            return losses_BT.mean(1) if losses_BT.shape[1] else losses_BT.sum(1)
-        counts_B = self._rows(loss.is_counted).sum(1).clamp(min=1)
-        return losses_BT.sum(1) / counts_B
-
-    def _rows(self, values: Tensor) -> Tensor:
-        """The elements by example, of shape (B, T)."""
-        size = self._size
-        if values.dim() and values.shape[0] == size:
-            return values.reshape(size, -1) if size else values.reshape(0, 0)
-        if size == 0 or values.numel() % size:
+        if losses_BT is None:
             raise StepError(
                 "The loss has neither one row for each example of the batch nor the same number of rows for each. "
                 "Compute one loss per example and call private.step(losses) in a loop of your own."
             )
-        return values.reshape(size, -1) if self._batch_first else values.reshape(-1, size).t()
+        if is_summed:
+            return losses_BT.sum(1)
+        counted_BT = None if loss.is_counted is None else self._rows(loss.is_counted)
+        return _means(losses_BT) if counted_BT is None else losses_BT.sum(1) / counted_BT.sum(1).clamp(min=1)
+
+    def _rows(self, values: Tensor) -> Tensor | None:
+        """The elements by example, of shape (B, T); None if the axis of the examples is not known.
+
+        Which axis it is must not depend on the batch size, which may equal T by chance.
+        """
+        size = self._size
+        if values.dim() > 1 and not self._batch_first:
+            values = values.transpose(0, 1)
+        if values.dim() and values.shape[0] == size:
+            return values.reshape(size, -1) if size else values.reshape(0, 0)
+        if size == 0 or values.dim() == 0 or values.shape[0] % size:
+            return None
+        if self._batch_first:
+            return values.reshape(size, -1)
+        return values.reshape(-1, size).t() if values.dim() == 1 else None
 
     def _followed(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor | None:
         """The terms of a sum of losses, or of a loss with a constant factor; None if they are not known."""
@@ -205,11 +223,11 @@ class LossTerms(TorchFunctionMode):
         if func in _NEGATIONS:
             terms = self._known(args[0])
             return None if terms is None else -terms
-        if func in _SUMS and kwargs.get("alpha", 1) == 1:
-            return self._sum(func, *args[:2])
-        if func in _PRODUCTS:
-            return self._product(func, *args[:2])
-        return None
+        if kwargs or len(args) != 2:  # alpha, out, rounding_mode
+            return None
+        if func in _SUMS:
+            return self._sum(func, *args)
+        return self._product(func, *args) if func in _PRODUCTS else None
 
     def _sum(self, func: Callable[..., Any], first: Any, second: Any) -> Tensor | None:
         sign = _SUMS[func]
@@ -236,6 +254,18 @@ class LossTerms(TorchFunctionMode):
                 return None
             return torch.as_tensor(combine(terms, factor))
         return None
+
+
+def _require_plain_backward(gradient: Any = None, *_: Any, inputs: Any = None, **__: Any) -> None:
+    if gradient is not None or inputs is not None:
+        raise StepError(
+            "backward() was called with gradient= or inputs=, which a private backward pass does not have: multiply "
+            "the loss by a constant, or freeze parameters by requires_grad_(False) before the run is made."
+        )
+
+
+def _means(losses_BT: Tensor) -> Tensor:
+    return losses_BT.mean(1) if losses_BT.shape[1] else losses_BT.sum(1)
 
 
 def _counted(func: Callable[..., Any], bound: inspect.BoundArguments) -> Tensor | None:

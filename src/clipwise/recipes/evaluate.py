@@ -6,8 +6,9 @@ On private rows one joint Gaussian mechanism releases everything: each row adds 
     regression       (squared error, no target): the error, as a share of the declared range, is at most 1, and a row
                      without a target has no error
 
-The number of rows is public. An interval covers the noise, with 1% of error, and the sampling of the rows, with 4%:
-Clopper-Pearson for counts, and the Chernoff bound for means of values in [0, 1] (Hoeffding 1963, theorem 1).
+The number of rows is public. Counts of correct rows are whole numbers, and so are their noised values (counts.py). An
+interval covers the noise, with 1% of error, and the sampling of the rows, with 4%: Clopper-Pearson for counts, and the
+Chernoff bound for means of values in [0, 1] (Hoeffding 1963, theorem 1).
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def noised_figures(
     with FileLedger(ledger, header={"dataset_size": len(score_N)}) as opened:
         opened.charge(event, plan_run(opened, event, 1, epsilon, delta, seeded=seed is not None, key=key.id))
         noise = gaussian(key.derive("evaluation"), sums.size, event.noise_multiplier, dtype=torch.float64).numpy()
+        noise = noise if encoder.task.labels is None else np.rint(noise)
     key.wipe()
     return _figures(encoder, sums + noise.reshape(sums.shape), names, len(score_N), event.noise_multiplier, rows)
 
@@ -151,14 +153,14 @@ def _figures(
     """Figures and intervals from sums with noise of this standard deviation."""
     if encoder.task.labels is None:
         return [_error(encoder, float(sums[0, 0]), count, float(sums[0, 1]), std, rows)]
-    figures = [_accuracy(float(sums[:, 0].sum()), count, std * math.sqrt(len(sums)), rows)]
+    width = _quantile(1) * std * math.sqrt(len(sums)) + _rounding(std, len(sums))
+    figures = [_accuracy(float(sums[:, 0].sum()), count, width, rows)]
     for name, (correct, wrong) in zip(names, sums.tolist(), strict=False):
         figures.append(_group_accuracy(correct, wrong, std, rows, name))
     return figures
 
 
-def _accuracy(correct: float, count: int, std: float, rows: str) -> Figure:
-    width = _quantile(1) * std
+def _accuracy(correct: float, count: int, width: float, rows: str) -> Figure:
     low = _clopper_pearson(correct - width, count - (correct - width))[0]
     high = _clopper_pearson(correct + width, count - (correct + width))[1]
     return Figure("accuracy", _unit(correct / count), low, high, rows)
@@ -166,7 +168,7 @@ def _accuracy(correct: float, count: int, std: float, rows: str) -> Figure:
 
 def _group_accuracy(correct: float, wrong: float, std: float, rows: str, group: str) -> Figure:
     """The size of a group is private, too: both counts have noise."""
-    width = _quantile(2) * std
+    width = _quantile(2) * std + _rounding(std)
     low = _clopper_pearson(correct - width, wrong + width)[0]
     high = _clopper_pearson(correct + width, wrong - width)[1]
     total = max(correct, 0.0) + max(wrong, 0.0)
@@ -188,6 +190,11 @@ def _error(encoder: Encoder, total: float, count: int, missing: float, std: floa
 def _quantile(figures: int) -> float:
     """The noise exceeds this many standard deviations, in either direction, with probability 1% for all figures."""
     return -float(special.ndtri(_OF_NOISE / (2 * figures)))
+
+
+def _rounding(std: float, counts: int = 1) -> float:
+    """The most that the rounding of the noise moves a sum of counts."""
+    return counts / 2 if std else 0.0
 
 
 def _unit(value: float) -> float:

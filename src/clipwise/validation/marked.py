@@ -4,8 +4,9 @@ Autograd tracks a marked tensor, but it behaves like the data set's own tensor: 
 works, `requires_grad = True` may be set. Everything computed from the batch alone is marked too. A result that involves
 a parameter is a plain tensor again, so marks cost microseconds in the first layer and nothing later.
 
-Integers carry no gradient. Their marks show two things that no gradient shows: a number computed from the whole batch
-(`is_pooled`), and a comparison of each example with every other one (`Trace.pairs`).
+Integers carry no gradient. Their marks show things that no gradient shows: a number computed from the whole batch
+(`is_pooled`), weights of classes computed from it (`Trace.shared`), and a comparison of each example with every other
+one (`Trace.pairs`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
 from clipwise.sampling.batch_structure import map_tensors, tensors_in
 
@@ -30,11 +32,13 @@ class Trace:
         inputs: edges at which the batch's floating-point tensors enter the graph.
         others: tensors that carry no gradient, such as ids.
         pairs: nodes of operations that compute one entry for each pair of examples.
+        shared: nodes of losses with weights that are computed from the batch and the same for all examples.
     """
 
     inputs: list[GradientEdge] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)
     pairs: list[Any] = field(default_factory=list)
+    shared: list[Any] = field(default_factory=list)
 
     def mark(self, batch: Any) -> Any:
         """Return the batch with every tensor marked. It shares memory with the original."""
@@ -80,9 +84,10 @@ class MarkedTensor(Tensor):
                 return _track(func, *args, **kwargs)
             if func in _NEW:
                 return func(*args, **kwargs)
-            if func in _READS or kwargs.get("out") is not None or _overwrites_another(func, args):
-                args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs)
-                return func(*args, **kwargs)
+            # A batch that is copied into a tensor of the user must not keep its graph alive.
+            is_copy = func is Tensor.copy_ and not isinstance(args[0], MarkedTensor) and not args[0].requires_grad
+            if func in _READS or kwargs.get("out") is not None or is_copy:
+                return func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
             return _spread(func, args, kwargs)
 
 
@@ -124,15 +129,20 @@ def _as_marked(value: Tensor, trace: Trace, is_pooled: bool) -> MarkedTensor:
 
 def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function and mark results that involve no parameter."""
-    given = tensors_in((args, kwargs))
+    given = _flat([*args, *kwargs.values()])
     marked = [t for t in given if isinstance(t, MarkedTensor)]
+    is_shared = False
+    if marked and func in _BY_CLASS | _BROADCAST:
+        args, kwargs, is_shared = _with_constant_weights(func, args, kwargs)
     has_parameters = any(t.requires_grad for t in given if not isinstance(t, MarkedTensor))
     result = func(*args, **kwargs)
     if not marked:
         return result
+    if is_shared:
+        marked[0].origin.shared.append(result.grad_fn)
     is_pooled = any(t.is_pooled for t in marked)
     changed = args[0] if func is Tensor.__setitem__ else result
-    for found in tensors_in(changed):
+    for found in _flat([changed]):
         if found.requires_grad and has_parameters:
             tracked(found)  # as in outputs[rows] = expert(inputs[rows])
             if _is_of_pairs(found, given):
@@ -144,6 +154,35 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _with_constant_weights(func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """The arguments of a loss with weights that autograd does not track: torch has no gradients for them.
+
+    The last result is whether a weight is computed from the batch and the same for all examples.
+    """
+    target = kwargs["target"] if "target" in kwargs else args[1]
+    weights = [*args[2:], *(value for name, value in kwargs.items() if name not in ("input", "target"))]
+    of_batch = [w for w in weights if isinstance(w, MarkedTensor)]
+    own = {name: kwargs[name] for name in ("input", "target") if name in kwargs}
+    args = *args[:2], *(map_tensors(plain, w) for w in args[2:])
+    return args, map_tensors(plain, kwargs) | own, any(func in _BY_CLASS or _is_broadcast(w, target) for w in of_batch)
+
+
+def _is_broadcast(weight: Tensor, target: Tensor) -> bool:
+    """Whether a weight is the same for all rows of the target."""
+    return weight.dim() < target.dim() or len(weight) < len(target) or weight.stride(0) == 0
+
+
+def _flat(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, of which few are containers."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
 def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
     """Whether n rows were compared with n rows: [n, 1] and [n] (or [1, n]) give [n, n]. Weights do not count."""
     if result.dim() != 2 or result.shape[0] != result.shape[1] or len(result) < 2:
@@ -151,11 +190,6 @@ def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
     n = len(result)
     shapes = [t.shape for t in given if isinstance(t, MarkedTensor) or not t.is_leaf]
     return (n, 1) in shapes and ((n,) in shapes or (1, n) in shapes)
-
-
-def _overwrites_another(func: Callable[..., Any], args: Any) -> bool:
-    """Whether a batch is copied into a tensor of the user, which must not keep this batch's graph alive."""
-    return func is Tensor.copy_ and not isinstance(args[0], MarkedTensor) and not args[0].requires_grad
 
 
 def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> Tensor | None:
@@ -168,6 +202,9 @@ def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> T
     return value if func is Tensor.requires_grad_ else None
 
 
+# Losses with a weight for each class, and with weights that are broadcast to the target.
+_BY_CLASS: set[Any] = {F.cross_entropy, F.nll_loss, F.multi_margin_loss}
+_BROADCAST: set[Any] = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
 _tensor: Any = Tensor  # for mypy, which types the properties differently
 # Properties of an ordinary batch tensor.
 _FACTS: dict[Any, Any] = {

@@ -221,7 +221,7 @@ def drawn_keys(private: Private, monkeypatch: pytest.MonkeyPatch) -> list[bytes]
 
 @pytest.mark.parametrize("noise", ["standard", "secure"])
 def test_no_key_serves_two_draws(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over parts, buckets and steps, and after going back to a checkpoint."""
+    """Over parts, buckets and steps, and after loading an earlier checkpoint."""
     for module in ("gaussian", "mechanism"):
         monkeypatch.setattr(f"clipwise.noise.{module}.BUCKET", 10)
     model, private = private_run(noise=noise, clipping=PerExample(1.0, parts="layer"))
