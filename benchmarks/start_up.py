@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,7 @@ def _gpt2() -> Subject:
 SUBJECTS: dict[str, Callable[[], Subject]] = {"MLP": _mlp, "CNN": _cnn, "tiny GPT-2": _gpt2}
 
 
-def _seconds_of_each(steps: Iterator[None], count: int) -> list[float]:
+def _seconds_of_each(steps: Generator[None, None, None], count: int) -> list[float]:
     found = []
     for _ in range(count):
         start = time.process_time()
@@ -76,7 +76,7 @@ def _seconds_of_each(steps: Iterator[None], count: int) -> list[float]:
     return found
 
 
-def _private_steps(subject: Subject, folder: str) -> Iterator[None]:
+def _private_steps(subject: Subject, folder: str) -> Generator[None, None, None]:
     """The first item is `make_private`, each further one a step."""
     model, data, losses = subject
     with make_private(
@@ -94,7 +94,7 @@ def _private_steps(subject: Subject, folder: str) -> Iterator[None]:
             yield
 
 
-def _plain_steps(subject: Subject) -> Iterator[None]:
+def _plain_steps(subject: Subject) -> Generator[None, None, None]:
     model, data, losses = subject
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     (*tensors,) = data.tensors  # type: ignore[attr-defined]

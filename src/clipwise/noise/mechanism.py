@@ -173,11 +173,15 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     return found
 
 
-@torch.no_grad()
 def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
     """A sum in the memory order of its parameter, so that an entry gets the same noise for every memory order."""
     if total.stride() == parameter.stride():
         return total
+    return _reordered(parameter, total)
+
+
+@torch.no_grad()
+def _reordered(parameter: Tensor, total: Tensor) -> Tensor:
     if _is_dense(total) and _is_dense(parameter) and _order(total) == _order(parameter):
         return total.as_strided(parameter.shape, parameter.stride())  # only strides of axes of size 1 differ
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
@@ -189,7 +193,7 @@ def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 
     Fused optimizers on a CPU read the memory of both in parallel and ignore strides.
     """
-    return in_order_of(parameter, gradient.to(parameter.dtype))
+    return in_order_of(parameter, gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype))
 
 
 def write_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
