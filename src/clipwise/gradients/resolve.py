@@ -17,13 +17,22 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
+from clipwise.gradients.movers import Reading, Source, mover_places, sources_of
 from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
-from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
+from clipwise.gradients.walk import (
+    USUAL_CAUSES,
+    Edge,
+    Graph,
+    Node,
+    Place,
+    behind,
+    node_name,
+    output_shape,
+    parameters_behind,
+)
 from clipwise.kernels.tracing import is_tracing
-
-Place = tuple[int, int]  # index and output of a use
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
@@ -43,8 +52,10 @@ class Finding:
     """The probe results for graphs with one outline."""
 
     carries_data: dict[int, bool]
-    # The first layout is used. The probes could not distinguish the others from it.
+    # At the uses and around the operations that can move rows. The first layout is used. The probes could not
+    # distinguish the others from it.
     layouts: dict[Place, list[Layout]]
+    sources: dict[Place, frozenset[Source]] = field(default_factory=dict)  # for rows in a data-dependent order
     agreed: int = 1
     used: int = 0
     plan: Plan | None = None
@@ -174,7 +185,7 @@ class Resolver:
 
     def _recall(self, graph: Graph) -> Resolved | None:
         finding = self.findings.get(graph.outline)
-        if graph.outline.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
+        if finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
         if not is_tracing():
             finding.used += 1
@@ -184,17 +195,27 @@ class Resolver:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
         self._watch_growth(graph)
-        batch, shapes = len(graph.losses), tuple(shape for use in graph.uses for shape in use.output_shapes)
+        batch = len(graph.losses)
+        if graph.outline.moves_rows:
+            places = [place for place, found in finding.layouts.items() if found]
+            shapes = tuple(output_shape(graph.order[index], k) for index, k in places)
+        else:
+            places = []
+            shapes = tuple(shape for use in graph.uses for shape in use.output_shapes)
         sizes = batch, shapes
         if sizes not in finding.recalled:
-            places = [(use.index, k) for use in graph.uses for k in use.outputs]
+            places = places or [(use.index, k) for use in graph.uses for k in use.outputs]
             found = resized([finding.layouts.get(place, []) for place in places], shapes, batch)
             if found is None:
                 return None
             if len(finding.recalled) >= _MOST_SIGNATURES:
                 finding.recalled.clear()
             finding.recalled[sizes] = _resolved(dict(zip(places, found, strict=True)), None)
-        return finding.recalled[sizes]
+        recalled = finding.recalled[sizes]
+        if not graph.outline.moves_rows:
+            return recalled
+        layouts = Reading(graph, recalled.layouts, recalled.doubts, finding.sources).layouts()
+        return None if layouts is None else replace(recalled, layouts=layouts)
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
@@ -245,7 +266,7 @@ class Resolver:
         for use in graph.uses:
             for k in use.outputs:
                 found, sure = prober.settle((use.node, k))
-                certain &= sure
+                certain &= sure or graph.outline.moves_rows
                 if not found:
                     place = f"At {use.describe(graph.names)}"
                     raise CoupledExamplesError(
@@ -255,21 +276,45 @@ class Resolver:
                         f"cannot be separated. {USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
-        if certain and not graph.outline.moves_rows:
-            self._remember(graph, carries_data, candidates)
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
+        if certain:
+            self._remember(graph, carries_data, *self._with_movers(graph, prober, candidates))
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
-    def _remember(self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]) -> None:
+    def _with_movers(
+        self, graph: Graph, prober: Prober, candidates: dict[Place, list[Layout]]
+    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[Source]]]:
+        """Regular layouts of the uses and around the operations that can move rows, and where other rows come from."""
+        if not graph.outline.moves_rows:
+            return candidates, {}
+        more = {place: (graph.order[place[0]], place[1]) for place in mover_places(graph) if place not in candidates}
+        prober.at(list(more.values()))
+        measured = candidates | {place: prober.settle(edge)[0] for place, edge in more.items()}
+        sources, moved = sources_of(graph, measured)
+        regular = {
+            place: [] if place[0] in moved else [each for each in found if type(each) is Layout]
+            for place, found in measured.items()
+        }
+        return regular, sources
+
+    def _remember(
+        self,
+        graph: Graph,
+        carries_data: dict[int, bool],
+        layouts: dict[Place, list[Layout]],
+        sources: dict[Place, frozenset[Source]],
+    ) -> None:
         before = self.findings.get(graph.outline)
-        if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
+        if before and (before.carries_data, before.layouts.keys()) == (carries_data, layouts.keys()):
             # Another batch may distinguish what this batch could not.
-            both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
-            if all(both.values()):
-                before.layouts, before.recalled = both, {}
+            both = {key: _in_both(now, before.layouts[key]) for key, now in layouts.items()}
+            known = {key: found & before.sources[key] for key, found in sources.items()}
+            if all(found or known.get(key) for key, found in both.items()):
+                before.layouts, before.sources, before.recalled = both, known, {}
                 before.agreed += 1
                 return
-        self.findings[graph.outline] = Finding(carries_data, candidates)
+        if all(found or sources.get(key) for key, found in layouts.items()):
+            self.findings[graph.outline] = Finding(carries_data, layouts, sources)
 
 
 def _selection(node: Node) -> Tensor | None:
