@@ -24,12 +24,31 @@ from clipwise.kernels.tracing import is_tracing
 
 
 class Source(NamedTuple):
-    """Rows along `axis` have the owners of the rows along `inner` of an operation's operand."""
+    """Rows along `axis` have the owners of the rows along `inner` of an operation's operand, or of multiples of them.
+
+    A tensor may have k rows for each row of the operand, or one for k: `fold` is "inner" if these k are neighbours,
+    "outer" if the whole tensor is repeated k times, and "same" if k is 1.
+    """
 
     mover: int
     operand: int
     inner: int
     axis: int
+    fold: str
+
+    def owners(self, owner_N: Tensor, length: int) -> Tensor | None:
+        """The owners of so many rows, if the operand's are known; None if they do not fit."""
+        n = len(owner_N)
+        if length == n or self.fold == "same" or n == 0 or length == 0:
+            return owner_N if length == n else None
+        is_inner = self.fold == "inner"
+        if length % n == 0:
+            return owner_N.repeat_interleave(length // n) if is_inner else owner_N.repeat(length // n)
+        if n % length:
+            return None
+        parts = owner_N.view(length, -1) if is_inner else owner_N.view(-1, length).T
+        most = parts.amax(1)
+        return most if bool(((parts == most[:, None]) | (parts < 0)).all()) else None
 
 
 def mover_places(graph: Graph) -> list[Place]:
@@ -76,8 +95,12 @@ def sources_of(graph: Graph, measured: Mapping[Place, list[Layout]]) -> tuple[di
             moved |= region if type(measured[start][0]) is Ragged else set()
             for place, layouts in measured.items():
                 if place[0] in region:
-                    axes = {each.axis for each in layouts if _are_equal(each.owners(owner_N.device), owner_N)}
-                    found[place].update(Source(index, move.operand, inner, axis) for axis in axes)
+                    possible = (
+                        (each, Source(index, move.operand, inner, each.axis, fold))
+                        for each in layouts
+                        for fold in ("inner", "outer", "same")
+                    )
+                    found[place].update(source for each, source in possible if _explains(source, owner_N, each))
     return {place: frozenset(sources) for place, sources in found.items()}, moved
 
 
@@ -91,12 +114,13 @@ def _owners(graph: Graph, index: int, move: Move, outer: Layout, axis: int) -> T
     return owner_N if bool(fits) else None
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Rows without a gradient agree with any."""
-    if len(one) != len(other):
+def _explains(source: Source, owner_N: Tensor, layout: Layout) -> bool:
+    """Whether a source gives the owners of a layout. Rows without a gradient agree with any."""
+    owners, expected = layout.owners(owner_N.device), source.owners(owner_N, layout.size)
+    if expected is None:
         return False
-    live = (one >= 0) & (other >= 0)
-    return bool(live.any()) and bool((one[live] == other[live]).all())
+    live = (owners >= 0) & (expected >= 0)
+    return bool(live.any()) and bool((owners[live] == expected[live]).all())
 
 
 def _region(graph: Graph, start: int) -> set[int]:
@@ -135,8 +159,12 @@ class Reading:
     ) -> None:
         self._graph, self._doubts, self._sources = graph, doubts, sources
         self._found: dict[int, dict[int, Layout]] = {index: dict(each) for index, each in regular.items()}
-        self._ragged: dict[tuple[int, int, int, int], Ragged] = {}
-        self._flags: list[Tensor] = []
+        self._ragged: dict[object, Ragged] = {}
+        self._operands: dict[tuple[int, int, int], Tensor] = {}
+        self._flags: list[tuple[int, Tensor]] = []
+        self.unread: int | None = None  # the operation that does not show the layouts, if there are none
+        # Places of which every batch so far allowed several layouts: no gradient may arrive there.
+        self.silent: set[Place] = set()
 
     def layouts(self) -> dict[int, dict[int, Layout]] | None:
         """The layouts at all outputs of all uses; None if they do not hold in this batch or cannot be read."""
@@ -144,12 +172,17 @@ class Reading:
         try:
             for use in graph.uses:
                 for k in use.outputs:
+                    self.unread = use.index
                     self._at((use.index, k))
             for index in _movers(graph):
+                self.unread = index
                 self._check(index)
         except CannotRead:
             return None
-        return self._found if not self._flags or bool(torch.stack(self._flags).all()) else None
+        if not self._flags or bool(torch.stack([flag for _, flag in self._flags]).all()):
+            return self._found
+        self.unread = next(index for index, flag in self._flags if not bool(flag))
+        return None
 
     def _at(self, place: Place) -> Layout:
         index, k = place
@@ -158,25 +191,43 @@ class Reading:
             sources = self._sources.get(place)
             if not sources or is_tracing():
                 raise CannotRead("no source gives the owners")
-            known[k] = self._by(min(sources))
-            if output_shape(self._graph.order[index], k)[known[k].axis] != known[k].size:
-                raise CannotRead("the rows are not those of the source")
+            shape = output_shape(self._graph.order[index], k)
+            source = self._fitting(sources, shape)
+            known[k] = self._by(source, shape[source.axis])
         return known[k]
 
-    def _by(self, source: Source) -> Ragged:
-        if source in self._ragged:
-            return self._ragged[source]
-        graph, (index, operand, inner, axis) = self._graph, source
-        other = next((r for s, r in self._ragged.items() if s[:3] == source[:3]), None)
-        if other is None:
-            move = next(move for move in moves_of(graph.order[index]) or () if move.operand == operand)
-            owner_N = _owners(graph, index, move, self._at((index, 0)), inner)
-            if owner_N is None:
+    def _fitting(self, sources: frozenset[Source], shape: torch.Size) -> Source:
+        """The first source, if its rows can be folded in one way only."""
+        first = min(sources)
+        same = sorted(source for source in sources if source[:4] == first[:4])
+        folds = [source for source in same if source.fold != "same"] or same
+        length = len(self._owners_at(first))
+        if first.axis >= len(shape) or (shape[first.axis] != length and len(folds) > 1):
+            raise CannotRead("the rows may be folded in two ways")
+        return folds[0]
+
+    def _owners_at(self, source: Source) -> Tensor:
+        """The owners of the rows of the operand."""
+        index, operand, inner, *_ = source
+        key = index, operand, inner
+        if key not in self._operands:
+            move = next(move for move in moves_of(self._graph.order[index]) or () if move.operand == operand)
+            owner_N = _owners(self._graph, index, move, self._at((index, 0)), inner)
+            if owner_N is None or self._is_silent((index, 0)):
                 raise CannotRead("a row has two owners")
-            other = Ragged.of(axis, owner_N, len(graph.losses))
-        found = other.on_axis(axis)
+            self._operands[key] = owner_N
+        return self._operands[key]
+
+    def _by(self, source: Source, length: int) -> Ragged:
+        """The layout of so many rows with this source."""
+        key = source[:3], source.fold, length
+        if key not in self._ragged:
+            owner_N = source.owners(self._owners_at(source), length)
+            if owner_N is None:
+                raise CannotRead("the rows are not those of the source")
+            self._ragged[key] = Ragged.of(source.axis, owner_N, len(self._graph.losses))
+        found = self._ragged[key].on_axis(source.axis)
         assert isinstance(found, Ragged)
-        self._ragged[source] = found
         return found
 
     def _check(self, index: int) -> None:
@@ -186,26 +237,35 @@ class Reading:
         if not operands:
             return
         if moves is None:
-            outer = {k: self._sure((index, k)) for k in graph.outline.outputs[index]}
-            inner = {j: self._sure(place) for j, place in operands.items()}
+            places = [(index, k) for k in graph.outline.outputs[index]]
+            inner = {j: self._at(place) for j, place in operands.items() if not self._is_silent(place)}
             if is_tracing():
                 raise CannotRead("a trace has no data")
-            self._flags.append(carries(node, outer, inner))
+            if all([self._is_silent(place) for place in places]) or not inner:
+                return
+            outer = {k: self._at((index, k)) for index, k in places}
+            self._flags.append((index, carries(node, outer, inner)))
             return
         for move in moves:
             if move.operand not in operands:
                 continue
-            one, other = self._sure(operands[move.operand]), self._sure((index, 0))
+            if self._is_silent((index, 0)) or self._is_silent(operands[move.operand]):
+                continue
+            one, other = self._at(operands[move.operand]), self._at((index, 0))
             if move.moves_nothing(one, other):
                 continue
             if is_tracing():
                 raise CannotRead("a trace has no data")
             device = node._input_metadata[0].device
             inside = owner_map(one, len(move.shape), device)
-            self._flags.append(move.agrees(inside, owner_map(other, len(output_shape(node, 0)), device)))
+            outside = owner_map(other, len(output_shape(node, 0)), device)
+            self._flags.append((index, move.agrees(inside, outside)))
 
-    def _sure(self, place: Place) -> Layout:
-        """The layout of a place, if there is only one."""
-        if self._doubts.get(place[0], {}).get(place[1]):
-            raise CannotRead("several layouts are possible")
-        return self._at(place)
+    def _is_silent(self, place: Place) -> bool:
+        """Whether a place has several possible layouts. The backward pass has to check that it gets no gradient."""
+        if not self._doubts.get(place[0], {}).get(place[1]):
+            return False
+        if is_tracing():
+            raise CannotRead("a trace has no data")
+        self.silent.add(place)
+        return True

@@ -122,7 +122,7 @@ def _at(indices: tuple[Tensor | None, ...], shape: torch.Size) -> Select:
 def _reads_along(node: Node) -> list[Move]:
     """gather, sort, topk."""
     shape = _input_shape(node, 0)
-    if shape is None or not shape:
+    if not shape:
         return []
     index = node._saved_index if hasattr(node, "_saved_index") else node._saved_indices
     dim = _axis(node._saved_dim, len(shape))
@@ -131,7 +131,7 @@ def _reads_along(node: Node) -> list[Move]:
 
 def _reads_rows(node: Node) -> list[Move]:
     shape = _input_shape(node, 0)
-    if shape is None or not shape:
+    if not shape:
         return []
     dim = _axis(node._saved_dim, len(shape))
     return [Move(0, shape, _whole_rows(node._saved_index, dim), _same, dim)]
@@ -150,19 +150,19 @@ def _writes_at(node: Node) -> list[Move]:
 def _writes_rows(node: Node) -> list[Move]:
     """index_add, index_copy."""
     shape = _input_shape(node, 1)
-    if shape is None or not shape:
+    if not shape:
         return []
     dim = _axis(node._saved_dim, len(shape))
     return [Move(1, shape, _same, _whole_rows(node._saved_index, dim), dim)]
 
 
 def _writes_along(node: Node) -> list[Move]:
-    """scatter, scatter_add. The source may be larger than the index."""
-    shape, index = _input_shape(node, 1), node._saved_index
-    if shape is None or not shape:
+    """scatter, scatter_add."""
+    shape = _input_shape(node, 1)
+    if not shape:
         return []
-    used, dim = tuple(slice(size) for size in index.shape), _axis(node._saved_dim, len(shape))
-    return [Move(1, shape, lambda owners: owners.expand(shape)[used], _along(index, dim, output_shape(node, 0)), dim)]
+    dim = _axis(node._saved_dim, len(shape))
+    return [Move(1, shape, _same, _along(node._saved_index, dim, output_shape(node, 0)), dim)]
 
 
 def _reads_by_mask(node: Node) -> list[Move]:
@@ -170,7 +170,7 @@ def _reads_by_mask(node: Node) -> list[Move]:
     mask = node._saved_mask
     if shape is None:
         return []
-    full = torch.broadcast_shapes(shape, mask.shape)
+    full = torch.empty(shape, device="meta").add(torch.empty(mask.shape, device="meta")).shape
     return [Move(0, shape, lambda owners: owners.expand(full)[mask.expand(full)], _same)]
 
 

@@ -19,6 +19,7 @@ from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
 from clipwise.gradients.movers import Reading, Source, mover_places, sources_of
 from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
+from clipwise.gradients.probed_steps import Probing
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
 from clipwise.gradients.walk import (
@@ -70,6 +71,7 @@ class Resolved:
     layouts: dict[int, dict[int, Layout]]
     gradients: dict[Edge, Tensor] | None  # of the plain sum of losses, if probed
     doubts: dict[int, dict[int, list[Layout]]]  # alternatives that no probe could distinguish
+    silent: frozenset[Place] = frozenset()  # where no gradient may arrive
 
     def disagreements(self, index: int, outputs: Mapping[int, Tensor]) -> list[Tensor]:
         """For each doubt of a use, whether a gradient is nonzero where two possible layouts have different owners."""
@@ -150,13 +152,16 @@ class Resolver:
     findings: dict[Outline, Finding] = field(default_factory=dict)
     kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: differs between batches
     growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
+    probing: Probing = field(default_factory=Probing)
 
     def resolve(self, graph: Graph) -> Resolved:
         """Classify the graph and lay out its uses, from trusted findings if possible."""
         if len(self.findings) + len(self.growths) > _MOST_SIGNATURES:
             self.findings.clear()  # an unrolled network has a new graph for each sequence length
             self.growths.clear()
-        return self._recall(graph) or self.probe(graph)
+        found = self._recall(graph)
+        self.probing.note(graph, was_probed=found is None)
+        return found or self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
         """Raise if a tensor classified as DERIVED grows with the batch."""
@@ -214,8 +219,10 @@ class Resolver:
         recalled = finding.recalled[sizes]
         if not graph.outline.moves_rows:
             return recalled
-        layouts = Reading(graph, recalled.layouts, recalled.doubts, finding.sources).layouts()
-        return None if layouts is None else replace(recalled, layouts=layouts)
+        reading = Reading(graph, recalled.layouts, recalled.doubts, finding.sources)
+        layouts = reading.layouts()
+        self.probing.unread = reading.unread
+        return None if layouts is None else replace(recalled, layouts=layouts, silent=frozenset(reading.silent))
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
@@ -253,7 +260,8 @@ class Resolver:
             graph.classify(carries_data)
         settled = {*graph.plan.taken_for_derived, *(use.index for use in graph.uses)}
         carries_data = {index: carries for index, carries in carries_data.items() if index in settled}
-        certain &= not dead & settled
+        if dead & settled:
+            certain, self.probing.unread = False, max(dead & settled)
         if prober.is_finite():
             for index, carries in carries_data.items():
                 kind = _kind(graph.order[index], graph)
@@ -266,7 +274,8 @@ class Resolver:
         for use in graph.uses:
             for k in use.outputs:
                 found, sure = prober.settle((use.node, k))
-                certain &= sure or graph.outline.moves_rows
+                if not (sure or graph.outline.moves_rows):
+                    certain, self.probing.unread = False, use.index
                 if not found:
                     place = f"At {use.describe(graph.names)}"
                     raise CoupledExamplesError(
@@ -313,7 +322,10 @@ class Resolver:
                 before.layouts, before.sources, before.recalled = both, known, {}
                 before.agreed += 1
                 return
-        if all(found or sources.get(key) for key, found in layouts.items()):
+        unknown = [key for key, found in layouts.items() if not (found or sources.get(key))]
+        if unknown:
+            self.probing.unread = max(unknown)[0]
+        else:
             self.findings[graph.outline] = Finding(carries_data, layouts, sources)
 
 
