@@ -29,7 +29,7 @@ from experiments.harness.command import parser_of
 from experiments.harness.environment import environment
 from experiments.harness.limits import reason_of
 
-BATCH = 16
+BATCH = 32
 _SETTLING = 8  # steps that are not counted
 _MOST_SECONDS = 60.0
 
@@ -46,7 +46,9 @@ def measured(make: Callable[[], Case], seed: int, effort: Effort) -> dict[str, A
     model, twin = case.model, make().model
     torch.seed()
     optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), lr=1e-4) for m in (model, twin))
-    batches = (tuple(t[i : i + BATCH] for t in data.tensors) for i in chain.from_iterable(repeat(range(0, 64, BATCH))))
+    batches = (
+        tuple(t[i : i + BATCH] for t in data.tensors) for i in chain.from_iterable(repeat(range(0, 4 * BATCH, BATCH)))
+    )
 
     def plain() -> None:
         plain_optimizer.zero_grad()

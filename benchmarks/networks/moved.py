@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-D, T, V, EXPERTS = 64, 32, 256, 4
+D, T, V, EXPERTS = 128, 32, 256, 4
 Inputs = tuple[Tensor, ...]
 
 
