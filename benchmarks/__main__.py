@@ -20,6 +20,7 @@ SCRIPTS = {
     "distributed": Command(
         "benchmarks.distributed", "private training over several processes beside ordinary training"
     ),
+    "layouts": Command("benchmarks.layouts", "models in which operations move rows or write in place"),
     "lipschitz": Command("benchmarks.lipschitz", "weight clipping beside ordinary training with noise"),
     "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
     "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),
