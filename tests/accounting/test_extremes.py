@@ -22,6 +22,7 @@ def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high).map(lambda x: 10.0**x)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["poisson", "fixed-size"]),

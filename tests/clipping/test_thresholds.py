@@ -118,6 +118,7 @@ def test_every_method_counts_the_same(method: str, parts: Any) -> None:
     assert counts[0] == pytest.approx(counts[1], abs=1e-9) and counts[0]
 
 
+@pytest.mark.slow
 def test_copies_of_an_example_whose_norm_is_the_bound_move_nothing_else() -> None:
     """A norm's last digits depend on the size of the batch: a count that jumped at C would move by all copies."""
     on, x = model().float(), torch.randn(1, 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import pipeline
@@ -105,6 +105,10 @@ def sharded_over_one_rank(rank: int) -> Run:
     return run_with(fully_shard(jobs.network(), mesh=mesh["shards"]))
 
 
+def mesh_in_another_order(rank: int) -> Run:
+    return run_with(fully_shard(jobs.network(), mesh=DeviceMesh("cpu", [1, 0])))
+
+
 def sharded_with(strategy: str, rank: int) -> Run:
     model = jobs.laid_out(jobs.MODELS[strategy](), "fsdp")
     return run_with(model, clipping=jobs.STRATEGIES[strategy]())
@@ -189,6 +193,7 @@ REFUSED: dict[str, tuple[Callable[[int], Run], str]] = {
     "split and FSDP2": (tensor_parallel_and_sharded, "(parallelize_module) together with fully_shard"),
     "parts of a model": (sharded_parts_only, "call fully_shard(model) last"),
     "a part of the ranks": (sharded_over_one_rank, "shard the model over all ranks"),
+    "another order of ranks": (mesh_in_another_order, "with ranks that rise along each of its dimensions"),
     "sharded Lipschitz": (partial(sharded_with, "lipschitz"), "Lipschitz is not supported for a model sharded"),
     "sharded PublicBatchNorm": (partial(sharded_with, "public"), "PublicBatchNorm is not supported for a model"),
     "sharded Sparse": (sharded_sparse, "sparse=Sparse(...) is not supported for a model sharded"),

@@ -120,6 +120,7 @@ def test_a_stop_in_the_middle_of_a_batch_draws_that_batch_again(place: Place) ->
     assert same(parameters(model), parameters(straight))
 
 
+@pytest.mark.slow
 def test_a_scheduler_does_not_interfere(place: Place) -> None:
     """The learning rate has changed since the beginning: that is no other configuration."""
 

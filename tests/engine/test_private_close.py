@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from clipwise import Private
@@ -139,13 +139,13 @@ def test_a_batch_that_cannot_be_fetched_stays_counted(path: Path, is_caught: boo
 
 def failing_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next release fail after it was charged."""
-    honest = mechanism.gaussian
+    honest = mechanism.add_gaussian
 
-    def gaussian(*arguments: Any, **options: Any) -> Tensor:
-        monkeypatch.setattr(mechanism, "gaussian", honest)
+    def add_gaussian(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(mechanism, "add_gaussian", honest)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(mechanism, "gaussian", gaussian)
+    monkeypatch.setattr(mechanism, "add_gaussian", add_gaussian)
 
 
 def test_a_release_that_fails_is_counted_and_not_called_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,28 @@ def test_a_checkpoint_continues_the_count(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", clipwise.PrivacyWarning)
         second.fit(model(), DataLoader(data(), BATCH), ckpt_path=path, weights_only=True)
     assert second.global_step == strategy.private.steps == 12
+    second.fit_loop.max_epochs = 3
+    second.fit(second.lightning_module, DataLoader(data(), BATCH))
+    assert strategy.private.steps == 18
+
+
+def test_a_second_fit_counts_the_first(tmp_path: Path) -> None:
+    module, strategy = model(), PrivateStrategy(noise_multiplier=1.0, delta=1e-3)
+    fit = trainer(tmp_path, strategy)
+    fit.fit(module, DataLoader(data(), BATCH))
+    once = strategy.private.spent()
+    fit.fit_loop.max_epochs = 4
+    fit.fit(module, DataLoader(data(), BATCH))
+    twice = strategy.private.spent()
+    assert (once.steps, twice.steps) == (12, 24) and twice.epsilon > once.epsilon
+
+
+def test_a_budget_is_that_of_all_fits(tmp_path: Path) -> None:
+    module, strategy = model(), PrivateStrategy(epsilon=3.0, delta=1e-3)
+    fit = trainer(tmp_path, strategy)
+    fit.fit(module, DataLoader(data(), BATCH))
+    with pytest.raises(clipwise.ConfigurationError, match="used up"):
+        fit.fit(module, DataLoader(data(), BATCH))
 
 
 def test_max_steps_plans_the_noise(tmp_path: Path) -> None:
@@ -160,6 +182,19 @@ def test_a_wrong_loader_or_module_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(manual, DataLoader(data(), BATCH))
     with pytest.raises(clipwise.StepError, match="returned None"):
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model("None"), DataLoader(data(), BATCH))
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 2])
+def test_an_evaluation_on_the_training_records_is_refused(tmp_path: Path, sanity_steps: int) -> None:
+    rows = data()
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0), num_sanity_val_steps=sanity_steps)
+    with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
+        fit.fit(model(), DataLoader(rows, BATCH), DataLoader(rows, 16))
+    assert not fit.callback_metrics
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0))
+    fit.fit(model(), DataLoader(rows, BATCH), DataLoader(data(), 16))
+    with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
+        fit.validate(fit.lightning_module, DataLoader(rows, 16))
 
 
 def test_a_value_of_the_training_batches_in_the_log_is_warned_about(tmp_path: Path) -> None:

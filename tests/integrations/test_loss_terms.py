@@ -171,6 +171,17 @@ def test_backward_gets_the_terms(logits):
     assert got[0].shape == (B,) and logits.grad is None
 
 
+def test_backward_to_some_parameters_is_refused(logits):
+    got = []
+    with LossTerms(B, got.append):
+        loss = F.cross_entropy(logits, torch.arange(B))
+        for given in ({"inputs": [logits]}, {"gradient": torch.tensor(2.0)}):
+            with pytest.raises(StepError, match="gradient= or inputs="):
+                loss.backward(**given)
+        loss.backward(retain_graph=True)
+    assert len(got) == 1
+
+
 def test_an_empty_batch():
     logits = torch.randn(0, V, requires_grad=True)
     with LossTerms(0) as terms:

@@ -81,6 +81,16 @@ def test_regression_with_a_network() -> None:
     assert "epsilon" in model.statement_
 
 
+def test_random_layers_draw_from_the_key_of_the_run() -> None:
+    def network(features: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(features, 6), nn.Dropout(0.5), nn.Linear(6, outputs))
+
+    X, y = make_blobs(60, centers=2, n_features=4, random_state=0)
+    torch.manual_seed(1)  # known
+    found = PrivateClassifier(epochs=1, classes=[0, 1], module=network).fit(X, y)
+    assert "user seeded" not in found.statement_
+
+
 def test_classes_that_are_given_are_not_read_from_the_labels() -> None:
     X, y = make_blobs(40, centers=2, n_features=3, random_state=0)
     model = PrivateClassifier(epochs=1, classes=[0, 1, 2]).fit(X, y)

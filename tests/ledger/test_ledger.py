@@ -409,6 +409,7 @@ for n in range(1, 100):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["ledger.before-fsync", "ledger.after-fsync"])
 def test_killed_at_a_reservation(point: str, path: Path) -> None:
     assert point in crash_points.POINTS

@@ -23,7 +23,7 @@ def evaluate(
     run: RunPath,
     data: Annotated[Path, typer.Argument(help="Records like those that the run was trained on, with the target.")],
     public: Annotated[bool, typer.Option("--public", help="You declare the records public: no noise.")] = False,
-    epsilon: Annotated[str | None, typer.Option(help="The budget of a noised figure, of private records.")] = None,
+    epsilon: Annotated[str | None, typer.Option(help="Private records: the budget of the noised figure.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default well below one over the number of records.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="With --epsilon: a new ledger file for the release.")] = None,
     groups: Annotated[str | None, typer.Option(help="A column: also the accuracy for each of its categories.")] = None,

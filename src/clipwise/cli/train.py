@@ -66,7 +66,9 @@ class TrainOptions:
         typer.Option(help="The delta of the guarantee; by default well below one over the number of rows."),
     ] = None
     preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None
-    model: Annotated[str | None, typer.Option(help="Such as mlp or tanh-cnn; see docs/guides/train.md.")] = None
+    model: Annotated[str | None, typer.Option(help="The model, such as mlp or tanh-cnn; see docs/guides/train.md.")] = (
+        None
+    )
     batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None
     epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None
     learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None
@@ -78,7 +80,9 @@ class TrainOptions:
         float | None, typer.Option(help="The share of rows that is held out for the accuracy; 0.1 by default.")
     ] = None
     public_test: Annotated[str | None, typer.Option(help="Rows that you declare public, for an exact accuracy.")] = None
-    groups: Annotated[str | None, typer.Option(help="A column: the accuracy for each of its categories, too.")] = None
+    groups: Annotated[
+        str | None, typer.Option(help="A column: also release the accuracy for each of its categories.")
+    ] = None
     public_reference: Annotated[
         str | None, typer.Option(help="A run with --epsilon none on data that you declare public, for the report.")
     ] = None

@@ -29,9 +29,11 @@ def tune(
     mean_runs: Annotated[
         float | None, typer.Option(help="With --accounted: mean number of runs; by default 10.")
     ] = None,
-    sample_rate: Annotated[float | None, typer.Option(help="With --accounted: by default 0.05.")] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="With --accounted: sampling rate; by default 0.05.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="With --accounted: epochs of a run; by default 10.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder of the study, which continues; runs/tune.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder, or that of a study to continue; by default runs/tune.")
+    ] = None,
 ) -> None:
     """Search settings for high accuracy and small epsilon, and show the Pareto front.
 

@@ -60,8 +60,7 @@ class Lipschitz(Strategy):
 
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
-    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed, so a step costs about as
-    much as a non-private one. Bounding introduces no bias, unlike clipping of gradients.
+    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed.
 
     The model must begin with a `layers.ClipInput(input_norm)` or with an embedding of ids. A step also needs the
     outputs of the model: `private.step(losses, outputs=outputs)`.
@@ -250,7 +249,7 @@ class LipschitzClipper(Clipper):
         return True
 
     def on_limit(self) -> dict[str, bool]:
-        return {name: weights.is_on_limit(ratio) for name, ratio in self._ratios.items()}
+        return weights.on_limit(self._ratios)
 
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
@@ -267,8 +266,7 @@ class LipschitzClipper(Clipper):
         self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
-                what = f"the weights {name!r} are not finite"
-                raise UnsupportedModelError(f"Lipschitz: {what}: use a smaller learning rate.")
+                raise UnsupportedModelError(f"Lipschitz: weights {name!r} are not finite: use a smaller learning rate.")
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
             # Frozen parameters and buffers may change, so they are measured again; otherwise the bounds are constant.
@@ -285,10 +283,12 @@ class LipschitzClipper(Clipper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Load the norms. When the next batch is drawn they are compared with those of the current weights."""
-        norms = state.get("weight_norms")
-        if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
-            raise damaged("the norms of the weights are missing")
-        self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
+        try:
+            saved = state["weight_norms"]
+            norms = {op: {name: float(saved[op][name]) for name in found} for op, found in self._norms.items()}
+        except (KeyError, TypeError, ValueError):
+            raise damaged("the norms of the weights are missing") from None
+        self._norms, self._is_loaded = norms, True
         return False
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -346,16 +346,6 @@ class LipschitzClipper(Clipper):
                 "them. Change weights before the next batch is drawn, in place and under torch.no_grad(), not through "
                 ".data."
             )
-
-
-def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
-    """Whether two sets of norms have the same operations and the same kinds."""
-    return one.keys() == other.keys() and all(
-        isinstance(one[op], Mapping)
-        and one[op].keys() == found.keys()
-        and all(isinstance(value, float) for value in one[op].values())
-        for op, found in other.items()
-    )
 
 
 def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:

@@ -19,6 +19,7 @@ from clipwise.distributed import sums
 from clipwise.distributed.layouts import Layout, Parameters
 from clipwise.distributed.ranks import Ranks
 from clipwise.distributed.shard_noise import Span, noised_shards
+from clipwise.errors import ConfigurationError
 from clipwise.gradients.real_views import own_part
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part
@@ -87,6 +88,12 @@ def _distributed(local: Tensor, p: DTensor) -> DTensor:
 
 def span_of(p: DTensor) -> Span:
     """Which entries of a parameter are on this rank."""
+    ranks = p.device_mesh.mesh
+    if any(bool((ranks.diff(dim=dim) <= 0).any()) for dim in range(ranks.dim())):
+        raise ConfigurationError(
+            "The device mesh has its ranks in another order than torch.distributed, so collectives would exchange "
+            "shards: make it by init_device_mesh(...), or with ranks that rise along each of its dimensions."
+        )
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     dims = {placement.dim for placement in p.placements if isinstance(placement, Shard)}
     dim = dims.pop() if dims else 0

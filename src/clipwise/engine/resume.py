@@ -135,10 +135,9 @@ def close(context: StepContext, error: BaseException | None) -> None:
 def _close_together(context: StepContext) -> None:
     """Write the secrets of the next step on rank 0, with the digest of a model that may be divided among the ranks."""
     ranks, file = context.ranks, context.plan.resume_file
-    if not ranks.is_broken:
-        ranks.exchange("close")
-    elif context.layout.is_sharded:
-        return  # its digest needs all ranks: the run continues with a fresh secret
+    if ranks.is_broken:
+        return  # other ranks may have used the noise of this step: the run continues with a fresh secret
+    ranks.exchange("close")
     if context.layout.is_sharded or file is not None:
         secrets = _secrets(context, context.ledger.run)
         if file is not None:

@@ -19,6 +19,7 @@ from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError, StepError, warn
 from clipwise.integrations.data_loader import arguments_of
 from clipwise.integrations.loss_terms import LossTerms
+from clipwise.ledger.ledger import MemoryLedger
 
 _KEY = "clipwise"  # of the run's state in a checkpoint
 
@@ -26,8 +27,9 @@ _KEY = "clipwise"  # of the run's state in a checkpoint
 class PrivateStrategy(SingleDeviceStrategy):
     """A Lightning strategy that makes `trainer.fit` private, on one device.
 
-    Checkpoints hold the state of the run, and `trainer.fit(..., ckpt_path=...)` continues its count. Epsilon is logged
-    as `epsilon` at the end of each training epoch.
+    Several calls of `fit` share one ledger in memory, unless `ledger` is an option: epsilon counts all of them, and a
+    budget is that of all of them. Checkpoints hold the state of the run, and `trainer.fit(..., ckpt_path=...)`
+    continues its count. Epsilon is logged as `epsilon` at the end of each training epoch.
 
     Args:
         device: the device to train on.
@@ -56,6 +58,9 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._awaits_backward = False
         self._has_warned = False
         self._loaded: dict[str, Any] | None = None
+        self._kept: MemoryLedger | None = None  # shared by all calls of fit
+        self._trained: object = None  # the data set of the training
+        self._evaluated: list[object] = []  # those of evaluations
 
     @property
     def private(self) -> Private:
@@ -75,12 +80,20 @@ class PrivateStrategy(SingleDeviceStrategy):
                 trainer.callbacks.insert(0, _LogEpsilon())  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._trainer
-        if trainer is None or not trainer.training:  # of an evaluation
+        trainer, records = self._trainer, getattr(dataloader, "dataset", None)
+        if trainer is None or not trainer.training:
+            self._evaluated += [] if trainer is None or trainer.predicting else [records]
+            self._require_other_records()
             return dataloader
+        self._trained = records
+        self._require_other_records()
         if self._private is not None:
             self._private.close()
         arguments = {**arguments_of(dataloader), **self._length(trainer), **self._options}
+        if self._loaded is not None or self._kept is None:  # a checkpoint has the earlier releases
+            self._kept = MemoryLedger()
+            self._kept.enter("strategy", self)  # keeps it open between two calls of fit
+        arguments.setdefault("ledger", self._kept)
         assert self.model is not None
         self._private = make_private(
             self.model,
@@ -91,7 +104,16 @@ class PrivateStrategy(SingleDeviceStrategy):
         )
         if self._loaded is not None:
             self._private.load_state_dict(self._loaded)
+            self._loaded = None
         return self._private.loader if self._max_physical_batch_size is None else _Steps(self._private)
+
+    def _require_other_records(self) -> None:
+        """Raise if an evaluation is on the training records. Its loader may be made before that of the training."""
+        if any(records is not None and records is self._trained for records in self._evaluated):
+            raise ConfigurationError(
+                "An evaluation has the data set of the training. Metrics on training records are exact values of "
+                "private data, which the guarantee does not cover: evaluate on other records."
+            )
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return batch if isinstance(batch, _Pieces) else super().batch_to_device(batch, device, dataloader_idx)

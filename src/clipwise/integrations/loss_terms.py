@@ -134,6 +134,7 @@ class LossTerms(TorchFunctionMode):
         if not self.is_active:
             return func(*args, **kwargs)
         if func is Tensor.backward and self.on_backward is not None:
+            _require_plain_backward(*args[1:], **kwargs)
             return self.on_backward(self.of(args[0]))
         if func in _REDUCED:
             return self._reduced(func, args, kwargs)
@@ -253,6 +254,14 @@ class LossTerms(TorchFunctionMode):
                 return None
             return torch.as_tensor(combine(terms, factor))
         return None
+
+
+def _require_plain_backward(gradient: Any = None, *_: Any, inputs: Any = None, **__: Any) -> None:
+    if gradient is not None or inputs is not None:
+        raise StepError(
+            "backward() was called with gradient= or inputs=, which a private backward pass does not have: multiply "
+            "the loss by a constant, or freeze parameters by requires_grad_(False) before the run is made."
+        )
 
 
 def _means(losses_BT: Tensor) -> Tensor:

@@ -62,7 +62,9 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         with private:
             while private.steps < _planned(self.epochs, len(private.loader)):
                 for x, y in private.loader:
-                    private.step(loss(self.module_(x), y) if len(x) else None)
+                    with private.randomness():
+                        losses = loss(self.module_(x), y) if len(x) else None
+                    private.step(losses)
                     if private.steps == _planned(self.epochs, len(private.loader)):
                         break
             self.privacy_ = private.spent()

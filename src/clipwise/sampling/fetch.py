@@ -25,11 +25,9 @@ def length_of(dataset: Any) -> int:
     hint = _what_to_pass(dataset)
     if hint is not None:
         raise ConfigurationError(f"dataset is a {kind}{hint}")
-    if hasattr(dataset, "__getitem__"):
-        try:
+    if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        with suppress(TypeError, NotImplementedError):
             return len(dataset)
-        except (TypeError, NotImplementedError):
-            pass
     raise ConfigurationError(
         f"dataset is a {kind}, which has no length or cannot be indexed: a private batch is drawn by index from a "
         "known number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of "
@@ -47,11 +45,6 @@ def _what_to_pass(dataset: Any) -> str | None:
             ", and its batches are not drawn as the privacy accounting assumes. Pass the data set behind it: "
             f"make_private(model, optimizer, loader.dataset, batch_size={batch_size}{collate}, ...), and loop over "
             "private.loader. Its sampler and drop_last are not used."
-        )
-    if isinstance(dataset, IterableDataset):
-        return (
-            ", an IterableDataset: it has no index to draw a private batch by. Pass a map-style data set, with __len__ "
-            "and __getitem__, or a list of its records."
         )
     if _is_table(dataset):
         return f", indexed by the names of its columns or rows, not by the number of a record. Pass {_FROM_TABLE}."

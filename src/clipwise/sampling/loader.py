@@ -89,7 +89,7 @@ class PrivateLoader:
             fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
-        self._scheme = scheme
+        self._scheme, self._steps_per_epoch = scheme, scheme.steps_per_epoch
         self.fetcher = fetcher
         self._secrets = secrets
         self.max_physical_batch_size = max_physical_batch_size
@@ -103,7 +103,7 @@ class PrivateLoader:
         self._yields_pieces = max_physical_batch_size is not None or self._cut.most_pieces(scheme.largest_size) > 1
 
     def __len__(self) -> int:
-        return self._scheme.steps_per_epoch
+        return self._steps_per_epoch
 
     def pieces(self, max_physical_batch_size: int | None = None) -> Pieces:
         """Iterate over the pieces of all steps of the epoch in one loop; over whole batches where none is cut.
@@ -230,7 +230,7 @@ class PrivateLoader:
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
-            if slot + 1 >= self._scheme.steps_per_epoch:
+            if slot + 1 >= self._steps_per_epoch:
                 return
 
     def _fetch_ahead(self, cut: Cut) -> Iterator[tuple[Piece, Any]]:

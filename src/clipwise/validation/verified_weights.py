@@ -29,8 +29,9 @@ CLEARED = (
 )
 RESCALED = (
     "Gradients were changed between private.backward and optimizer.step() (clip_grad_norm_, GradScaler.unscale_, a "
-    "factor). They are already clipped and noised, so this costs no privacy; it only changes the size of the update. "
-    "Remove it: max_norm of the strategy bounds each example, and lr sets the size of the update."
+    "factor). They are already clipped and noised, so a factor that follows from them costs no privacy and changes "
+    "only the size of the update. A factor from private data, such as a training loss, is not covered. Remove it: "
+    "max_norm of the strategy bounds each example, and lr sets the size of the update."
 )
 FOREIGN = (
     "private.optimizer was stepped on gradients that private.backward did not write, as in a plain loss.backward(); "

@@ -17,7 +17,7 @@ from clipwise import Batch, PerExample, Quantile
 from clipwise.clipping import Clipper, Strategy, noised_parts
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.contrib import Adaptive, Multipliers, NormDecay, ReleasedNorms
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import effective_multiplier
 from tests.clipping.policies import small_model
 from tests.gradients.cases import trainable
@@ -183,13 +183,6 @@ def test_what_is_not_finite_is_not_frozen() -> None:
         bad = math.nan if t == 3 else 0.0
         clipper.learn({n: torch.full_like(p, bad) for n, p in trainable(model).items()})
     assert not clipper.frozen
-
-
-def test_the_noise_must_be_known() -> None:
-    model = small_model()
-    clipper = PerExample(0.7, sparse=Sparse(T)).attach(site(model))
-    with pytest.raises(StepError, match="requires the noise"):
-        clipper.learn({n: torch.zeros_like(p) for n, p in trainable(model).items()})
 
 
 def test_frozen_entries_do_not_thaw() -> None:

@@ -214,7 +214,7 @@ def drawn_keys(private: Private, monkeypatch: pytest.MonkeyPatch) -> list[bytes]
 
     from clipwise.noise import mechanism
 
-    for name in ("gaussian", "rounded_gaussian"):
+    for name in ("add_gaussian", "gaussian", "rounded_gaussian"):
         monkeypatch.setattr(mechanism, name, watched(getattr(mechanism, name)))
     return seen
 
