@@ -49,3 +49,9 @@ def test_settings_have_no_superfluous_digits() -> None:
 
 def test_declared_preparation_is_not_covered(record: RunRecord) -> None:
     assert "declared ranges" in words.not_covered(record)[0]
+
+
+def test_a_share_that_may_be_anything_has_no_value():
+    line = {"name": "accuracy", "value": 0.5, "low": 0.0, "high": 1.0, "group": "rare", "rows": "held-out"}
+    assert words.value_of(line) == "not known"
+    assert words.value_of({**line, "low": 0.4}) == "50.0%"

@@ -60,7 +60,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def pages(run: Path, seeded: Path, not_private: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    audited = Path(shutil.copytree(run, folder / "audited"))
+    audited = Path(shutil.copytree(run, folder / "with-a-longer-name-and-an-audit"))
     training = RunRecord.read(run).training
     assert training is not None
     return {
