@@ -24,8 +24,8 @@ METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
-# Lines about the progress of a training, which appear if it is slow.
-PASSING = re.compile(r"^step \d+ of \d+, .* left\n", re.MULTILINE)
+# Lines about the progress of a training, which appear if it is slow, and about time and memory of a dry run.
+PASSING = re.compile(r"^(step \d+ of \d+, .* left|(time|memory) +about .*)\n", re.MULTILINE)
 
 
 def run(path: Path, folder: Path) -> Any:
