@@ -7,13 +7,14 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from clipwise import AveragedParameters, MemoryLedger
+from clipwise import AveragedParameters, FileLedger
 from clipwise.errors import ConfigurationError, PrivacyWarning, StepError, UnsupportedModelError
 from clipwise.validation.training_loop import require_process_group
 from tests.runs import CLASSES, FEATURES, data, losses_of, network, parameters, private_run, same, sgd, train
@@ -296,17 +297,20 @@ def test_manual_optimizer_steps_are_no_change() -> None:
             private.optimizer.step()
 
 
-def test_another_run_on_the_same_model_is_warned_of() -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_another_run_on_the_same_model_is_warned_of(is_closed: bool) -> None:
     model, first = private_run(sampling="fixed-size")
     train(model, first, 1)
-    with pytest.warns(PrivacyWarning, match=r"'0.weight' is trained by another private run") as caught:
+    if is_closed:
+        first.close()
+    with pytest.warns(PrivacyWarning, match=r"'0.weight' was trained by another private run") as caught:
         private_run(model)
     assert caught[0].filename == private_run.__code__.co_filename
     first.close()
 
 
-def test_runs_that_share_a_ledger_or_follow_each_other_may_share_a_model() -> None:
-    ledger = MemoryLedger()
+def test_runs_that_share_a_ledger_may_share_a_model(tmp_path: Path) -> None:
+    ledger = FileLedger(tmp_path / "ledger")
     model, first = private_run(sampling="fixed-size", ledger=ledger)
     train(model, first, 1)
     model.zero_grad()
@@ -315,7 +319,7 @@ def test_runs_that_share_a_ledger_or_follow_each_other_may_share_a_model() -> No
         train(model, second, 1)
         second.close()
         first.close()
-        private_run(model)
+        private_run(model, sampling="fixed-size", ledger=FileLedger(tmp_path / "ledger", join=True))
 
 
 # Modes

@@ -31,21 +31,22 @@ DECLARED = ("public", "post-processing")
 
 
 def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> StepContext | None:
-    """Warn if another open run trains the same parameters with another ledger.
+    """Warn if another run trains the same parameters with another ledger, or has trained them.
 
     Returns an open run with the same model and ledger, or None.
     """
     found = None
     for name, p in parameters.items():
         other = _RUNS.get(id(p))
-        if other is None or other.weights.is_closed:
+        if other is None:
             continue
-        if other.ledger is run.ledger:
+        if other.ledger is run.ledger and not other.weights.is_closed:
             found = other if other.model is run.model else found
-        elif other.ledger.position:
+        elif other.ledger.position and other.ledger.run != run.ledger.run:
             warn(
-                f"Parameter {name!r} is trained by another private run that is still open. Their privacy losses add "
-                "up, and neither run counts the other: close the first one, or give both the same ledger."
+                f"Parameter {name!r} was trained by another private run, which has another ledger. Their privacy "
+                "losses add up, and neither statement counts the other run. Give both the same ledger, add up their "
+                "ledgers by `clipwise epsilon`, or begin with new weights."
             )
             break
     _RUNS.update({id(p): run for p in parameters.values()})
