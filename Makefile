@@ -59,10 +59,15 @@ test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, b
 test-extras: $(STAMP)  ## each extra alone in a fresh environment; ARGS=--lowest: the lowest versions that it allows
 	$(BIN)/python -m tests.extras $(ARGS)
 
-# The versions that run on this machine; the workflow in .github runs the others.
-PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13,$(if $(shell python$(v) --version 2>/dev/null),python$(v)))
-test-matrix:  ## the test suite under every Python version that is installed
-	for python in $(PYTHONS); do $(MAKE) test PYTHON=$$python VENV=build/venv-$$python || exit 1; done
+# The versions of this machine, with those of pyenv; the workflow in .github runs all four.
+VERSIONS := 3.10 3.11 3.12 3.13
+found = $(firstword $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1)) $(shell python$(1) -c "print('python$(1)')" 2>/dev/null))
+PYTHONS ?= $(foreach version,$(VERSIONS),$(call found,$(version)))
+test-matrix:  ## the test suite under every Python version that is installed; PYTHONS='python3.12 ...' chooses
+	@echo "Python versions: $(PYTHONS)"
+	for python in $(PYTHONS); do \
+		$(MAKE) test PYTHON=$$python VENV=build/venv-$$(basename $$python) || exit 1; \
+	done
 
 test-gpu:  ## exactness, kernels and compiled steps on a GPU; needs torch, numpy and scipy, and no pytest
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.exactness

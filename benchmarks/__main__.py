@@ -20,10 +20,12 @@ SCRIPTS = {
     "distributed": Command(
         "benchmarks.distributed", "private training over several processes beside ordinary training"
     ),
+    "layouts": Command("benchmarks.layouts", "models in which operations move rows or write in place"),
     "lipschitz": Command("benchmarks.lipschitz", "weight clipping beside ordinary training with noise"),
     "lipschitz-noise": Command("benchmarks.lipschitz_noise", "how large the noise of weight clipping is"),
     "plain": Command("benchmarks.plain", "plain training without clipwise: a check on the baseline of peers"),
     "secure-noise": Command("benchmarks.secure_noise", "secure noise beside standard noise"),
+    "start-up": Command("benchmarks.start_up", "the first steps of a run beside the later ones"),
     "step-calls": Command("benchmarks.step_calls", "files and calls between files of one eager step"),
 }
 

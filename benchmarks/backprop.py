@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 from clipwise import Adjacency, Backprop, Unit, layers, make_private
 from clipwise.clipping import Site
 from clipwise.noise.gaussian import gaussian
-from clipwise.sampling import make_scheme
+from clipwise.sampling.schemes import make_scheme
 from experiments import models
 from experiments.harness.command import parser_of
 from experiments.harness.environment import at_its_best, keep_memory

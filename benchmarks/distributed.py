@@ -202,9 +202,9 @@ def main(arguments: Sequence[str]) -> None:
     lines = [
         "# Private training over several processes",
         "",
-        f"{options.network}, {options.length} tokens, vocabulary {options.vocabulary}, {options.batch} examples a step "
-        f"over all ranks, {options.dtype}, AdamW, seed 0; medians of {options.steps} steps. On the CPU "
-        f"{options.threads} thread(s) a process. `python -m benchmarks distributed {' '.join(arguments)}`.",
+        f"{options.network}, {options.length} tokens, vocabulary {options.vocabulary}, {options.batch} examples per "
+        f"step over all ranks, {options.dtype}, AdamW, seed 0; medians of {options.steps} steps. On the CPU "
+        f"{options.threads} thread(s) per process. `python -m benchmarks distributed {' '.join(arguments)}`.",
         "",
         "| layout | ranks | non-private, ms | examples/s | private, ms | examples/s | ratio | non-private, GiB | "
         "private, GiB |",

@@ -8,7 +8,7 @@ from torch import nn
 
 from clipwise.clipping import Site
 from clipwise.privacy import Adjacency, Sampling, Unit
-from clipwise.sampling import make_scheme
+from clipwise.sampling.schemes import make_scheme
 
 
 def site(

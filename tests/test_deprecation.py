@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import clipwise
 from clipwise import Batch, PerExample, Unit, accounting, augment, contrib, deprecation
-from clipwise.cli.app import app
 from clipwise.ledger.run_description import About
 from clipwise.privacy import Adjacency, Event, Sampling
 from clipwise.report.statement import Statement
@@ -146,15 +144,6 @@ def test_the_unit() -> None:
     plan = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 10, "delta": 1e-5}
     with deprecated("microbatch"):
         assert accounting.epsilon(unit="mini-set", **plan) == accounting.epsilon(unit="microbatch", **plan)
-
-
-def test_an_option_of_the_command_line() -> None:
-    plan = "epsilon --noise-multiplier 1 --dataset-size 100 --batch-size 10 --steps 5 --sampling fixed-size"
-    new = CliRunner().invoke(app, [*plan.split(), "--microbatches", "2"])
-    old = CliRunner().invoke(app, [*plan.split(), "--mini-sets", "2"])
-    assert "use --microbatches" in old.stderr and not new.stderr
-    assert new.exit_code == old.exit_code == 0, old.output
-    assert new.stdout == old.stdout
 
 
 # ------------------------------------------------------------- files of older versions

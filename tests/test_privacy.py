@@ -67,6 +67,7 @@ def test_no_other_split_of_the_same_multiplier_adds_less_noise(
     assert least <= squared_noise(sizes, [p.noise_std * scale for p in moved]) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(several, multipliers)
 def test_the_equal_split_gives_every_part_the_same_multiplier(sizes: list[tuple[float, int]], z: float) -> None:
     for part in parts_of(sizes, z, "equal"):

@@ -133,7 +133,7 @@ FIXED_SIZE = {"sampling": "fixed-size", "sample_rate": None, "batch_size": RECOR
 # "vmap" is the fastest method for so small a model.
 STRATEGIES = [
     Row("PerExample", lambda: PerExample(1.0, method="vmap")),
-    Row("PerExample, a part a layer", lambda: PerExample(1.0, parts="layer", method="vmap")),
+    Row("PerExample, one part per layer", lambda: PerExample(1.0, parts="layer", method="vmap")),
     Row("PerExample, normalize", lambda: PerExample(1.0, mode="normalize", method="vmap")),
     Row("PerExample, fixed-size batches", lambda: PerExample(1.0, method="vmap"), sampled=FIXED_SIZE),
     Row("PerExample, public batch norm", lambda: PerExample(1.0, method="vmap"), public_norm),

@@ -28,7 +28,7 @@ from torch import Tensor
 from clipwise import Adjacency, Unit
 from clipwise.clipping import Site
 from clipwise.layers.clipped import switch, unclipped
-from clipwise.sampling import make_scheme
+from clipwise.sampling.schemes import make_scheme
 from experiments.backprop_clipping.sets import Images
 from experiments.backprop_clipping.training import begun, judged, strategy
 from experiments.backprop_clipping.trial import Trial

@@ -102,7 +102,8 @@ def baseline(data: Path, names: Sequence[str]) -> None:
         train, test = encoder.encode(training), encoder.encode(encoder.open(data / name))
         settings = Settings("Opacus's sample network", 64, 10, 0.1, momentum=0.0)
         for epsilon in (1.0, 3.0):
-            results.add({"data": name} | run(encoder, settings, train, test, epsilon, model=sample_network))
+            if not results.has(settings, data=name, epsilon=epsilon):
+                results.add({"data": name} | run(encoder, settings, train, test, epsilon, model=sample_network))
 
 
 def sample_network() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Sampling and composition of trade-off functions: an oracle for the accountant that knows no Gaussian loss.
+"""Sampling and composition of trade-off functions: an oracle for the accountant, without Gaussian losses.
 
 A piecewise linear trade-off function is that of a pair of distributions (Q, P) with one outcome for each
 straight piece: it has probability d alpha under Q and -d beta under P, and the loss log(-d beta / d alpha). The

@@ -84,6 +84,7 @@ def test_truncation_probabilities_add_up() -> None:
     assert compose([Entry(event, 3)]).steps == compose([Entry(plain, 3)]).steps
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(1, 10**9)), min_size=1, max_size=20))
 def test_mu_is_rounded_up(releases: list[tuple[float, int]]) -> None:
     entries = [Entry(Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, z, 1.0), count) for z, count in releases]

@@ -22,6 +22,7 @@ def log_uniform(low: float, high: float) -> st.SearchStrategy[float]:
     return st.floats(low, high).map(lambda x: 10.0**x)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["poisson", "fixed-size"]),
@@ -40,7 +41,7 @@ def test_any_input_has_a_bound(entry: Make, sampling: str, rate: float, z: float
     one_step = gaussian.hockey_stick(np.array([epsilon]), min(rate, 1.0), z)[0]
     assert one_step <= delta * (1 + 1e-9)
     start = time.process_time()
-    # The bound by participations looks for delta on a grid that is coarse below 1e-20.
+    # The bound by participations searches delta on a grid that is coarse below 1e-20.
     assert 0 <= accountants.delta_of(history, epsilon) <= delta * (1.05 if delta > 1e-20 else 1e10)
     assert time.process_time() - start < SECONDS
 

@@ -42,6 +42,7 @@ def test_one_epsilon(entry: Make, sampling: str, rate: float, z: float, steps: i
     assert seconds(lambda: accountants.epsilon_of(history, DELTA)) < 0.3 * MARGIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])
 def test_one_calibration(entry: Make, sampling: str) -> None:
     rate, z, steps = 1e-4, 0.7, 200_000  # the slowest of the settings

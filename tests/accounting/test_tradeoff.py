@@ -54,6 +54,7 @@ def require_tight(f: Tradeoff, truth: np.ndarray, within: float) -> None:
     assert np.max(truth - f(ALPHAS)) <= within
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(mus)
 def test_gaussian_is_the_closed_form_from_below(mu: float) -> None:
@@ -73,6 +74,7 @@ def test_extreme_gaussians() -> None:
         require_tight(f, np.where(ALPHAS > 0, exact_gaussian(mu, ALPHAS), f(ALPHAS)), 1e-4)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(mus, rates)
 def test_subsampling_is_the_hull_of_both_orders(mu: float, rate: float) -> None:

@@ -15,6 +15,7 @@ mus = st.floats(0.01, 5.0)
 inside = st.floats(0.001, 0.999)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(mus, inside)
 def test_power_of_a_gaussian(mu: float, fpr: float) -> None:
@@ -22,6 +23,7 @@ def test_power_of_a_gaussian(mu: float, fpr: float) -> None:
     assert exact - 1e-15 <= Tradeoff.gaussian(mu).power(fpr) <= exact + 1e-4
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(mus, inside)
 def test_accuracy_of_a_gaussian(mu: float, prior: float) -> None:
@@ -31,6 +33,7 @@ def test_accuracy_of_a_gaussian(mu: float, prior: float) -> None:
     assert exact - 1e-15 <= Tradeoff.gaussian(mu).accuracy(prior) <= exact + 1e-4
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(mus, st.floats(0.01, 1.0))
 def test_accuracy_at_even_odds_follows_from_the_advantage(mu: float, rate: float) -> None:
@@ -40,6 +43,7 @@ def test_accuracy_at_even_odds_follows_from_the_advantage(mu: float, rate: float
     assert f.power(0.01) - 0.01 <= f.advantage() + 1e-12
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(mus, inside, inside)
 def test_precision_falls_with_more_false_alarms(mu: float, fpr: float, prior: float) -> None:

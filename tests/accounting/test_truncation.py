@@ -112,6 +112,7 @@ def test_a_truncated_step_costs_no_more_than_accounted(value: float) -> None:
     assert plain_is_passed == (value == -1.0)  # so the added cost of truncation is needed
 
 
+@pytest.mark.slow
 def test_truncation_adds_up_over_a_history(entry: Callable[..., Entry]) -> None:
     event = Event(Sampling.TRUNCATED_POISSON, Adjacency.ZERO_OUT, Unit.RECORD, 1.0, 0.01, 1, 1e-11)
     cut, plain = [Entry(event, 600), Entry(event, 400)], [entry("poisson", 0.01, 1.0, 1000)]

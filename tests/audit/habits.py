@@ -252,7 +252,7 @@ HABITS = (
     Habit(2, "shuffled epochs of two runs", "run tags in the ledger", "tests/ledger/test_multi_run.py", merged_epochs),
     Habit(3, "a crash, and a count that is called exact", "the ledger", "tests/ledger/test_ledger.py", crashed_count),
     Habit(3, "a ledger file that is removed", "every charge", "tests/ledger/test_ledger.py", removed_ledger),
-    Habit(4, "a plain training loop", "verified weights", "tests/validation/test_model_state.py", plain_loop),
+    Habit(4, "a plain training loop", "verified weights", "tests/validation/test_inventory_state.py", plain_loop),
     Habit(6, "`GradScaler`", "`private.step`", "tests/validation/test_training_loop.py", scaled_losses),
     Habit(7, "one seed, two executions", "the statement; key ids", f"{SOUNDNESS}/test_seeded.py", one_seed_twice),
     Habit(

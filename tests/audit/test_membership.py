@@ -60,6 +60,7 @@ def test_too_few_models_to_compare_with_are_refused() -> None:
         audit.likelihood_ratio(np.zeros((3, 4)), np.ones((3, 4), dtype=bool))
 
 
+@pytest.mark.slow
 def test_a_model_that_memorizes_reveals_its_members() -> None:
     torch.manual_seed(0)
     # More features than records: any labels can be learned.

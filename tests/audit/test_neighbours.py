@@ -15,16 +15,17 @@ from clipwise.audit.trial import run_of
 from clipwise.contrib import Multipliers, PublicData, RandomLayer
 from clipwise.errors import AuditError, ConfigurationError
 from clipwise.noise import mechanism
-from clipwise.noise.gaussian import gaussian
+from clipwise.noise.gaussian import add_gaussian
 from tests.audit.bug import Subject, losses, network, one_release, rows, small
 from tests.audit.inside import FULL, INSIDE, backprop, lipschitz, loud
 
 
 def test_one_stream_for_two_parts_is_found_in_every_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_for_all(secret: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
-        return torch.cat([gaussian(secret, size, std) for size, std in zip(sizes, stds, strict=True)])
+    def one_for_all(secret: bytes, sums: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:
+        for total, std in zip(sums, stds, strict=True):
+            add_gaussian(secret, [total], [std], divisor)
 
-    monkeypatch.setattr(mechanism, "gaussian_in_pieces", one_for_all)
+    monkeypatch.setattr(mechanism, "add_gaussian", one_for_all)
     for turned in (False, True):
         model = network()
         if turned:

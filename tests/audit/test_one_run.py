@@ -1,11 +1,12 @@
 """Many canaries in a single run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from clipwise import Batch, PerExample, audit
 from clipwise.audit.trial import run_of
@@ -46,10 +47,10 @@ def test_a_sampled_run_of_several_steps() -> None:
 
 
 def test_noise_that_is_far_too_small_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def smaller(key: bytes, size: int, std: float, **options: Any) -> Any:
-        return gaussian.gaussian(key, size, std / 200, **options)
+    def smaller(key: bytes, sums: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:
+        gaussian.add_gaussian(key, sums, [std / 200 for std in stds], divisor)
 
-    monkeypatch.setattr(mechanism, "gaussian", smaller)
+    monkeypatch.setattr(mechanism, "add_gaussian", smaller)
     report = audit.one_run(*wide(noise_multiplier=2.0), canaries=CANARIES, confidence=0.999)
     assert not report.ok and report.measured.right == report.measured.guesses
 

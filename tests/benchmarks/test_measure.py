@@ -212,7 +212,7 @@ def test_memory_on_the_cpu_grows_with_what_is_kept():
 
     ordinary = bytes_of("non-private", 64)
     if ordinary is None:
-        pytest.skip("this system does not tell")
+        pytest.skip("this system does not report it")
     # The loop holds every example's gradient: 64 times the model.
     model = sum(p.numel() * 4 for p in make_workload(SMALL, CPU, 0).model.parameters())
     assert bytes_of("loop", 64) > ordinary + 30 * model

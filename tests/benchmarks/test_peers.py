@@ -182,7 +182,7 @@ def test_without_plain_training_or_time_there_is_no_row(light, monkeypatch, name
 
 
 class Compiled:
-    """Stands for a private run."""
+    """Takes the place of a private run."""
 
     loader = ((torch.ones(1, 2), torch.zeros(1)), (torch.ones(2, 2), torch.zeros(2)))
 

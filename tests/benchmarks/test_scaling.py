@@ -23,7 +23,7 @@ TIME, MEMORY = QUANTITIES
 
 @pytest.fixture(autouse=True)
 def unplotted(request, monkeypatch):
-    """Drawing takes longer than all else here: only where a test asks for it."""
+    """Drawing takes longer than everything else here, so only some tests draw."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(run, "plot_all", lambda results, folder: [])
 

@@ -56,6 +56,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_is_within_its_claim(run: Path) -> None:
     result = clipwise("audit", run, "--runs", 100, "--canaries", 8, "--plot", run / "audit.png")
     assert result.exit_code == 0, result.output

@@ -96,14 +96,6 @@ def test_a_file_that_is_not_a_ledger_is_refused(tmp_path: Path, command: list[st
     assert (path.read_bytes() if path.is_file() else None) == before
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_figure_is_given_for_a_partition_of_single_records(tmp_path: Path, command: list[str]) -> None:
-    """Older versions accepted it, and their ledgers would give a figure that is too low."""
-    blocks = replace(EVENT, sampling=Sampling.PARTITION, adjacency=Adjacency.REPLACE_ONE)
-    path = write_ledger(tmp_path / "ledger", 100, event=blocks)
-    refused(clipwise(*command, path), "sampling='partition'", "Batch", "delta_Gauss")
-
-
 # Several
 
 

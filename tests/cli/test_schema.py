@@ -34,7 +34,7 @@ def test_a_draft_from_noised_counts_is_charged(data: Path, tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     schema = read_schema(out)
     age = schema.columns["age"]
-    assert isinstance(age, Number) and 15 < age.points[0] <= age.points[-1] < 90
+    assert isinstance(age, Number) and all(15 < p < 90 for p in age.points[1:-1])  # noise may move the outermost
     assert schema.target is not None and schema.target.labels == ("no", "yes")
     assert "epsilon 1 at delta 1e-05" in out.read_text() and "# Noised counts: a number" in out.read_text()
     (entry,) = read(tmp_path / "schema.ledger").history

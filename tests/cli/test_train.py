@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 from clipwise import accounting
 from clipwise.cli.train import INTERRUPTED
 from clipwise.ledger.ledger import read
+from clipwise.recipes.run_folder import RunFolder
 from tests.cli.calls import clipwise, refused
 
 FAST = ["--epochs", 1, "--batch-size", 100, "--device", "cpu"]
@@ -108,7 +110,8 @@ def test_json_lines(table, tmp_path):
     schema = ["--schema", table.with_name("schema.toml")]
     result = clipwise("train", table, *schema, "--epsilon", 3, "--out", tmp_path / "run", "--json", *FAST)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [line["kind"] for line in lines] == ["plan", "progress", "released", "done"]
+    assert [line["kind"] for line in lines] == ["plan", "task", "progress", "released", "done"]
+    assert lines[1]["labels"] == ["no", "yes"]
 
 
 def test_without_privacy_and_as_a_public_reference(run, table, tmp_path):
@@ -209,10 +212,54 @@ def test_wrong_arguments_are_one_line(table, tmp_path, monkeypatch, arguments, w
 
 def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path):
     few = tmp_path / "few.csv"
-    few.write_text("age,bought\n20,no\n70,yes\n")
+    few.write_text("age,bought\n" + "".join(f"{row},label {row}\n" for row in range(200)))
     out = tmp_path / "run"
     refused(clipwise("train", few, "--target", "bought", "--epsilon", 3, "--out", out, *FAST[:2]), str(out / "ledger"))
     assert read(out / "ledger").position == 1
+
+
+def test_too_few_rows_for_noised_labels_cost_nothing(tmp_path):
+    few = tmp_path / "few.csv"
+    few.write_text("age,bought\n20,no\n70,yes\n")
+    result = clipwise("train", few, "--target", "bought", "--epsilon", 3, "--out", tmp_path / "run", *FAST[:2])
+    refused(result, "2 rows are too few", "--labels")
+    assert not (tmp_path / "run").exists()
+
+
+def test_labels_that_are_not_in_the_data_are_suspected(table, tmp_path):
+    arguments = ["--target", "bought", "--labels", "No,Yes", "--epsilon", 8, "--out", tmp_path / "run"]
+    result = clipwise("train", table, *arguments, *FAST)
+    assert result.exit_code == 0 and "spelled" in result.stderr
+    assert "predicts one of 2 labels: No, Yes" in result.stdout
+
+
+def test_the_encoding_of_a_run_is_that_of_all_its_files(tmp_path):
+    rows = write_table(tmp_path / "rows.csv").read_text().replace("Oslo", "Münster")
+    (tmp_path / "rows.csv").write_text(rows, encoding="latin-1")
+    (tmp_path / "utf-8.csv").write_text(rows)
+    out, data = tmp_path / "run", tmp_path / "rows.csv"
+    arguments = ["--target", "bought", "--encoding", "latin-1", "--epsilon", 8, "--out", out]
+    public = shutil.copy(data, tmp_path / "public.csv")
+    result = clipwise("train", data, *arguments, "--public-test", public, *FAST)
+    assert result.exit_code == 0 and "on public test rows" in result.stdout, result.output
+    assert clipwise("predict", out, data).exit_code == 0
+    one = clipwise("evaluate", out, data, "--public")
+    other = clipwise("evaluate", out, tmp_path / "utf-8.csv", "--encoding", "utf-8", "--public")
+    assert other.exit_code == 0 and other.stdout == one.stdout
+
+
+def test_a_full_disk_is_named_in_one_line(table, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunFolder, "write_config", full)
+    schema = ["--schema", table.with_name("schema.toml")]
+    refused(clipwise("train", table, *schema, "--epsilon", 3, "--out", tmp_path / "run", *FAST), "No space left")
+
+
+def test_an_export_that_cannot_be_written(run, tmp_path):
+    file = tmp_path / "missing" / "model.pt"
+    refused(clipwise("export", run, "--format", "torchscript", "--out", file), "cannot be written")
 
 
 def test_a_damaged_held_out_image_ends_the_run_before_the_training(tmp_path):

@@ -109,7 +109,7 @@ def test_parameters_stay_the_same_objects() -> None:
 
 def test_constants_a_layer() -> None:
     model = clipped(input_norm={"0": 3.0, "2": 2.0}, grad_norm={"0": 0.5, "2": 0.25})
-    bounds = Backprop({"0": 3.0, "2": 2.0}, {"0": 0.5, "2": 0.25}).attach(site(model)).bounds
+    bounds = Backprop().attach(site(model)).bounds
     assert [b.sensitivity for b in bounds] == [1.5, 0.5, 0.5, 0.25]
 
 
@@ -138,9 +138,6 @@ def test_its_own_constants_are_checked(argument: str) -> None:
     for value in (-1.0, math.nan, "a", [1.0], {"0": 0.0}):
         with pytest.raises(ConfigurationError, match=argument):
             Backprop(**{argument: value})  # type: ignore[arg-type]
-    for names, match in (({"0": 2.0, "2": 2.0, "zzz": 7.0}, "no trainable layer 'zzz'"), ({"0": 2.0}, "layer '2' too")):
-        with pytest.raises(ConfigurationError, match=f"{argument}.*{match}"):
-            private_run(clipped(grad_norm=2.0), clipping=Backprop(**{argument: names}))  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -151,8 +148,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_constants_that_disagree_with_the_layers_are_refused() -> None:
-    wrong = Backprop({"0": 1.0, "2": 2.0})
-    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize"), wrong):
+    for given in (Backprop(1.0), Backprop(2.0, 1.0), Backprop(mode="normalize")):
         with pytest.raises(ConfigurationError, match="layer '0' has"):
             private_run(clipped(), clipping=given)
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
@@ -190,7 +186,7 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
 
 
 class OneIntoTheOther(nn.Module):
-    """A weight is what another layer looks at: no clip bounds what comes back to it."""
+    """A weight is the input of another layer: no clip bounds the gradient that it receives there."""
 
     def __init__(self, own: bool = False) -> None:
         super().__init__()
@@ -213,7 +209,7 @@ def test_a_weight_that_goes_into_a_clipped_layer_is_refused(own: bool) -> None:
 
 
 def test_a_weight_that_stands_in_for_another_layers_is_refused() -> None:
-    """Two layers would bound one weight's gradient, each to the whole of what is stated for it."""
+    """Two layers would each bound the gradient of one weight to the full stated sensitivity."""
     model = clipped(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), uses={"0": 2, "2": 2})
     clipper, x = Backprop().attach(site(model)), torch.ones(3, 4)
     borrowed = torch.func.functional_call(model, {"0.layer.weight": model[2].layer.weight}, (x,))  # type: ignore[index]
@@ -383,7 +379,7 @@ def test_augmentation_multiplicity_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="augmentation_multiplicity is not supported with Backprop"):
         private_run(clipped(), clipping=Backprop(), augmentation_multiplicity=2)
     model, private = private_run(clipped(), clipping=Backprop())
-    with pytest.raises(StepError, match="clips rows, but the number"):  # views that somebody makes by hand
+    with pytest.raises(StepError, match="clips rows, but the number"):  # views made by hand
         for x, y in private.loader:
             losses = losses_of(model, (torch.cat([x, x]), torch.cat([y, y])))
             private.step(losses.view(2, -1).mean(0))
@@ -493,7 +489,7 @@ def test_weights_bring_the_clips_they_were_trained_with(tmp_path: Any) -> None:
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(other(x), model(x)) and repr(other) == repr(model)
     for options, words in (
-        ({"mode": "normalize"}, "mode='clip' and bound='gradient' and has mode='normalize'"),
+        ({"mode": "normalize"}, "other settings.*mode='clip', bound='gradient'"),
         ({"bound": "upstream"}, "bound='gradient'.*before you load it"),
     ):
         with pytest.raises(ConfigurationError, match=words):
@@ -548,7 +544,7 @@ def test_autocast_keeps_the_bound(name: str, mode: str) -> None:
 
 
 def test_the_papers_scheme_costs_twice_the_sensitivity_in_every_layer() -> None:
-    """rho = E N (2 C1 C2)^2 / (2 s^2): disjoint batches, one Gaussian release an epoch, N parts of equal noise."""
+    """rho = E N (2 C1 C2)^2 / (2 s^2): disjoint batches, one Gaussian release per epoch, N parts of equal noise."""
     C1, C2, epochs = 2.0, 0.5, 3
     without_bias = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3, bias=False))
     model, private = private_run(
@@ -595,7 +591,7 @@ def test_an_exported_model_keeps_its_clips() -> None:
     example, x = torch.randn(2, 1, 4, 4), 100 * torch.randn(2, 1, 4, 4)
     with torch.no_grad():
         expected, larger = model(x), model(10 * x)
-    torch.testing.assert_close(expected, larger)  # the first input is clipped: its scale is gone
+    torch.testing.assert_close(expected, larger)  # the first input is clipped, so its scale has no effect
     exported = torch.export.export(model, (example,)).module()
     torch.testing.assert_close(exported(x), expected)
     traced = torch.jit.trace(model, (example,))
@@ -682,7 +678,7 @@ class Pointer(nn.Module):
         if by != "output":
             self.attention.out_proj.requires_grad_(False)
         if by == "weights, by keys alone":
-            self.attention.in_proj_weight.data[6:12] = 0  # no gradient comes to the queries, but to the keys
+            self.attention.in_proj_weight.data[6:12] = 0  # the queries get no gradient, the keys do
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.table(ids)
@@ -724,7 +720,7 @@ def test_normalizations_of_few_numbers_are_refused_where_gradients_are_normalize
             continue
         with pytest.raises(UnsupportedModelError, match=rf"{name} normalizes groups of 2 numbers"):
             Backprop().attach(site(model)).clipped_sum(losses)
-    # Nothing to train lies behind it; inputs carry gradients while a probe looks.
+    # Nothing behind it is trained; inputs carry gradients while a probe runs.
     dataset = TensorDataset(torch.randn(40, 4), torch.zeros(40, dtype=torch.long))
     model = clipped(few_numbers(copy.deepcopy(norm), first=True), mode="normalize")
     _, private = private_run(model, None, dataset, clipping=Backprop())

@@ -1,4 +1,4 @@
-"""A captured step of `Backprop` is an ordinary one. Graphs are stood in for as in tests/engine/test_compiled.py."""
+"""A captured step of `Backprop` is an ordinary one. Graphs are replaced as in tests/engine/test_compiled.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from clipwise.clipping.contrib.decay import NormDecay
 from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Sampling, Unit
-from clipwise.sampling import make_scheme
+from clipwise.sampling.schemes import make_scheme
 from tests.sites import site
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)

@@ -82,7 +82,7 @@ def strategy(parts: str, unit: str, options: tuple[str, ...]) -> Batch:
 
 
 def multiplier(parts: list[Part]) -> float:
-    """(sum_k (S_k / s_k)^2)^(-1/2); of parts that a unit moves alone, the worst. Written down once more."""
+    """(sum_k (S_k / s_k)^2)^(-1/2); the worst of parts that a unit moves alone. Computed independently."""
     shares = [p.sensitivity / p.noise_std for p in parts if not p.alone]
     worst = max((p.sensitivity / p.noise_std for p in parts if p.alone), default=0.0)
     return 1 / math.hypot(worst, *shares)

@@ -128,7 +128,7 @@ for strategy in (PerExample(1.0, parts), PerExample(1.0, {"a": some, "b": {"2.bi
 
 @pytest.mark.slow
 def test_sets_of_names_have_one_order_in_every_process() -> None:
-    """Else a seeded run could not be repeated, and no run with such parts could go on where it stopped."""
+    """Otherwise a seeded run could not be repeated, and a run with such parts could not be resumed exactly."""
     started = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", _IN_ANOTHER_PROCESS],

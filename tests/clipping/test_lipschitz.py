@@ -107,7 +107,7 @@ def test_fixed_clips_biases_and_leaves_zeros() -> None:
 
 
 def test_fixed_leaves_weights_that_are_at_their_norm_as_they_are() -> None:
-    """Otherwise a run that stopped would go on with other bits."""
+    """Otherwise a resumed run would continue with other bits."""
     model, private = run(strategy={"fixed": True})
     train(model, private, 1)
     before = parameters(model)
@@ -232,7 +232,7 @@ Steps = Callable[[nn.Module, Private, int], None]
 
 
 def looking(model: nn.Module, private: Private, count: int) -> None:
-    """Steps with looks at averages and parts in between: to look changes no weights."""
+    """Reading averages and parts between steps changes no weights."""
     for _ in range(count):
         train(model, private, 1)
         bounds = private.parts()
@@ -317,7 +317,7 @@ def test_no_update_goes_unseen(by_hand: bool) -> None:
 
 def test_weights_changed_behind_the_back_of_a_batch_are_refused() -> None:
     model, private = run(probe_independence=False)
-    private._context.guard._forward._tensors_left = 0  # it looks at contents on the first batches only
+    private._context.guard._tensors_left = 0  # it compares contents on the first batches only
     x, y = next(iter(private.loader))
     model[3].weight.data.mul_(2)  # type: ignore[index,union-attr]
     outputs = model(x)
@@ -346,7 +346,7 @@ def test_arithmetic_that_is_coarser_than_the_bounds_allow_for_is_refused(monkeyp
 
 
 def test_no_part_is_without_noise() -> None:
-    """Behind weights of 0 no gradient comes back: its bound is next to 0, and float32 would lose such a noise."""
+    """Behind weights of 0 the gradient is 0: its bound is close to 0, and float32 would lose such a noise."""
     model = network()
     nn.init.zeros_(model[3].weight)
     _, private = run(model)
@@ -492,7 +492,7 @@ HOOKS: dict[str, Any] = {
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("where", HOOKS)
 def test_hooks_that_come_after_the_trace_are_refused(where: str, late: bool) -> None:
-    """Before the first step nothing was compared yet, and a graph with the hook in it would look right."""
+    """Before the first step nothing was compared yet, so a graph with the hook would be taken as the reference."""
     model, private = run(probe_independence=False)
     if late:
         train(model, private, 1)
@@ -570,7 +570,7 @@ def test_fixed_bounds_refuse_a_layer_that_is_frozen_in_part() -> None:
     model[1].weight.requires_grad_(False)
     with pytest.raises(ConfigurationError, match=r"fixed=True.*'1' is partly frozen"):
         run(model, strategy={"fixed": True})
-    run(model)  # bounds from the weights as they are know no such limit
+    run(model)  # bounds from the current weights have no such limit
 
 
 class Scaled(nn.Module):
@@ -611,12 +611,12 @@ def test_a_step_refuses_a_model_that_is_no_longer_what_was_traced() -> None:
 
 
 def test_a_loss_may_not_depend_on_the_targets_of_others() -> None:
-    def repeated(m: Any, x: Tensor, losses: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-        targets = torch.arange(len(x))  # whole numbers: no probe of the inputs moves them
-        return (o.sum(1, keepdim=True) - targets).abs().sum(1), o
-
-    with pytest.raises(CoupledExamplesError, match="targets of all"):
-        step_with(repeated)
+    model, private = run()
+    x, y = next(iter(private.loader))
+    outputs = model(x)
+    losses = (outputs.sum(1, keepdim=True) - y).abs().sum(1)
+    with pytest.raises(CoupledExamplesError, match="pair of examples"):
+        private.step(losses, outputs=outputs)
 
 
 def test_inputs_of_another_shape_than_the_traced_one_are_refused() -> None:

@@ -185,7 +185,7 @@ def test_without_noise_it_finds_the_statistics_that_public_data_would_give() -> 
 
 
 def test_a_dead_channel_comes_to_rest() -> None:
-    """Its variance goes down to eps, and its deviation to 0: it does not use up the clip for ever."""
+    """Its variance falls to eps and its deviation to 0, so it does not use up the clipping norm permanently."""
     layer, model = alone(1)
     clipper = attached(model, max_norm=1.0, momentum=0.5)
     for _ in range(100):

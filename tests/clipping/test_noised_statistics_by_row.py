@@ -126,7 +126,7 @@ def test_public_statistics_are_a_beginning() -> None:
 
 
 class Folded(nn.Module):
-    """The layer gets two rows an example."""
+    """The layer gets two rows per example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Folded(nn.Module):
 
 
 class Turned(nn.Module):
-    """The layer gets a row an example, of the one before it; then all is put back, and no loss tells."""
+    """The layer gets the row of the example before. The order is then restored, so no loss shows it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -75,13 +75,13 @@ def test_sensitivities_are_stated_for_the_adjacency(parts: object, count: int) -
     assert len(zero_out.bounds) == count
     for one, two in zip(zero_out.bounds, replace.bounds, strict=True):
         assert math.isclose(one.sensitivity, 1.5 / math.sqrt(count))
-        assert two.sensitivity == 2 * one.sensitivity  # one clipped gradient leaves, another comes
+        assert two.sensitivity == 2 * one.sensitivity  # one clipped gradient replaces another
     held = [name for b in zero_out.bounds for name in b.parameters]
     assert sorted(held) == sorted(trainable(model()))
 
 
 def test_method_is_no_part_of_the_configuration() -> None:
-    """It changes no result, so a run may go on with another."""
+    """It changes no result, so a run may continue with another one."""
     assert PerExample(method="loop").describe() == PerExample().describe()
     assert PerExample(mode="normalize").describe() != PerExample().describe()
 

@@ -118,6 +118,7 @@ def test_every_method_counts_the_same(method: str, parts: Any) -> None:
     assert counts[0] == pytest.approx(counts[1], abs=1e-9) and counts[0]
 
 
+@pytest.mark.slow
 def test_copies_of_an_example_whose_norm_is_the_bound_move_nothing_else() -> None:
     """A norm's last digits depend on the size of the batch: a count that jumped at C would move by all copies."""
     on, x = model().float(), torch.randn(1, 4)
@@ -222,10 +223,10 @@ def test_counts_that_use_up_the_multiplier_are_refused(tmp_path: Path, sampling:
 
 
 def test_an_empty_batch_releases_a_noised_count() -> None:
-    """Nobody is there, so f is 1/2 and noise: C moves by noise alone, and by nothing without it."""
+    """The batch is empty, so f is 1/2 plus noise: C moves by noise alone, and not at all without it."""
     moved = []
     for z in (0.9, 0.0):
-        clipping = PerExample(quantile(count_noise=1e9))  # next to nobody is expected, so that L is tiny
+        clipping = PerExample(quantile(count_noise=1e9))  # the expected batch size is tiny, and so is L
         on, private = private_run(clipping=clipping, sample_rate=1e-9, noise_multiplier=z, seed=1)
         for batch in private.loader:
             assert len(batch[0]) == 0
@@ -238,7 +239,7 @@ def test_an_empty_batch_releases_a_noised_count() -> None:
 def test_the_noise_of_the_count_has_the_stated_size() -> None:
     """From f = (log C_before - log C_after) / learning_rate + target, against the count without noise."""
     rate, rounds, noise = 1e-3, 300, []
-    clipping = PerExample(quantile(initial=1e6, maximum=1e9, learning_rate=rate))  # nobody is clipped
+    clipping = PerExample(quantile(initial=1e6, maximum=1e9, learning_rate=rate))  # no example is clipped
     on, private = private_run(clipping=clipping, sampling="full", seed=5, noise_multiplier=4.0)
     for _ in range(rounds):
         before = math.log(norms_of(private)["all"])

@@ -1,4 +1,4 @@
-"""A rank that dies, hangs or raises: the others stop with an error, and the ledger counts all noise that was drawn."""
+"""A rank is killed, hangs or raises: the others stop with an error, and the ledger counts all noise that was drawn."""
 
 from __future__ import annotations
 

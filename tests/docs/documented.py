@@ -7,8 +7,9 @@
   its output.
 - `bash` and other `text` blocks are not run.
 
-The blocks of a page share one folder, and the Python blocks their names. Numbers may differ by 0.5%, those on a line
-with the word "accuracy" by 15%: training is not seeded.
+The blocks of a page share one folder, and the Python blocks their names. The README names a model, an optimizer and a
+data set of the reader: `given()` supplies them. Numbers may differ by 0.5%, those on a line with the word "accuracy" by
+15%: training is not seeded.
 """
 
 from __future__ import annotations
@@ -25,21 +26,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from typer.testing import CliRunner
 
 from clipwise.cli.app import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"^```(console|python|text)([^\n]*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 TITLE = re.compile(r'title="([\w.]+)"')
 # Attacks that train many models: the tests run fewer of them.
 FEWER = {"runs=100)": "runs=2)", "models=16)": "models=6)", "canaries=500)": "canaries=50)"}
 
 
-def rerun(text: str, *, in_full: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield each block as in the page, and with its current output."""
-    names: dict[str, Any] = {}
+def given() -> dict[str, Any]:
+    """What the README leaves to the reader."""
+    model = torch.nn.Linear(8, 2)
+    dataset = torch.utils.data.TensorDataset(torch.randn(2000, 8), torch.randint(0, 2, (2000,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"F": torch.nn.functional, "model": model, "optimizer": optimizer, "dataset": dataset}
+
+
+def rerun(text: str, *, in_full: bool = True, names: dict[str, Any] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield each block as in the page, and with its current output. Python blocks see `names`."""
+    names = {} if names is None else names
     printed, end = "", 0
     for block in BLOCK.finditer(text):
         kind, options, content = block.groups()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.documented import BLOCK, DOCS, PAGES, rerun
+from tests.docs.documented import BLOCK, DOCS, PAGES, README, given, rerun
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 FENCE = re.compile(r"^[ \t]*```.*$", re.MULTILINE)
@@ -24,7 +24,7 @@ def _with_examples() -> list[Any]:
     """The pages with blocks. Those of docs/integrations need frameworks."""
     return [
         pytest.param(page, id=page.stem, marks=[pytest.mark.integration] if page.parent.name == "integrations" else [])
-        for page in PAGES
+        for page in (*PAGES, README)
         if BLOCK.search(page.read_text())
     ]
 
@@ -34,7 +34,7 @@ def test_every_example_prints_what_the_page_shows(page: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     known = set(sys.modules)
-    for old, new in rerun(page.read_text(), in_full=False):
+    for old, new in rerun(page.read_text(), in_full=False, names=given() if page == README else None):
         for written, printed in zip(comparable(old), comparable(new), strict=True):
             assert NUMBER.sub("#", written) == NUMBER.sub("#", printed), new
             shown, found = ([float(n) for n in NUMBER.findall(line)] for line in (written, printed))
@@ -43,9 +43,11 @@ def test_every_example_prints_what_the_page_shows(page: Path, tmp_path: Path, mo
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda p: p.stem)
 def test_every_block_has_a_known_language(page: Path) -> None:
     """The test above does not run blocks without a language."""
     begins = FENCE.findall(page.read_text())[::2]
     for fence in begins:
-        assert re.match(r"```((console|python|text|bash)\b|$)", fence), f"{page.relative_to(DOCS)}: {fence}"
+        assert re.match(r"```((console|python|text|bash|toml)\b|\{\.text \.diagram\}$|$)", fence), (
+            f"{page.relative_to(DOCS.parent)}: {fence}"
+        )

@@ -17,8 +17,9 @@ from benchmarks.peers.rows import rows_for
 from clipwise.cli.app import app
 from clipwise.clipping import Strategy, __all__, backprop, batch, lipschitz, per_example
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.tables.schema import read_schema
 from experiments import models
-from tests.docs.documented import DOCS, PAGES
+from tests.docs.documented import DOCS, PAGES, README
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "guides" / "strategy.md"])
@@ -59,14 +60,27 @@ def _norms_of(name: str) -> set[str]:
     return found
 
 
+def _blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of the code blocks of a page; those that are indented have no language."""
+    text = page.read_text()
+    fenced = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [*fenced, *(("", line) for line in re.findall(r"^    (.*)", text, re.MULTILINE))]
+
+
+def test_schemas_are_accepted(tmp_path: Path) -> None:
+    schemas = [block for page in PAGES for name, block in _blocks(page) if name == "toml"]
+    assert schemas
+    for schema in schemas:
+        (tmp_path / "schema.toml").write_text(schema)
+        read_schema(tmp_path / "schema.toml")
+
+
 def test_commands_exist_with_their_options() -> None:
-    """The `clipwise` commands in `bash` blocks, which are not run."""
+    """The `clipwise` commands in blocks that are not run."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    blocks = [
-        b for page in PAGES for b in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    ]
+    blocks = [block for page in (*PAGES, README) for name, block in _blocks(page) if name in ("", "bash")]
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("clipwise ")]
-    assert lines
+    assert len(lines) > 50
     for line in lines:
         _, name, *words = shlex.split(line, comments=True)
         known = {option for parameter in commands[name].params for option in parameter.opts}

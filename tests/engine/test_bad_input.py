@@ -97,7 +97,7 @@ COUPLED: dict[str, Any] = {
 @pytest.mark.parametrize("what", COUPLED)
 def test_a_coupled_loss(what: str) -> None:
     model, private = private_run(sampling="fixed-size")
-    for _ in range(5):  # whoever tries again is refused again
+    for _ in range(5):  # every further attempt is refused
         batch = next(iter(private.loader))
         losses = COUPLED[what](losses_of(model, batch))
         for _ in range(2):
@@ -177,7 +177,7 @@ def test_instance_norm_that_keeps_statistics() -> None:
 
 
 class Learns(nn.Module):
-    """Keeps something of what it sees: a mean, in one of the ways that are found in the wild."""
+    """Stores a mean of its inputs, in one of the ways that occur in practice."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

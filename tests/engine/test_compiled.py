@@ -1,7 +1,7 @@
 """A compiled step is an ordinary step: on a CPU always, and where it is captured, up to rounding.
 
 There are no CUDA graphs on a CPU. A graph is work that is recorded once and then done again on the same memory, so
-here a function that is called again stands for it (`recorded`). Real graphs are tested by tests/gpu/compiled.py.
+here a function that is called again takes its place (`recorded`). Real graphs are tested by tests/gpu/compiled.py.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Recorded:
-    """Stands for a CUDA graph: the same function again."""
+    """Takes the place of a CUDA graph: calls the same function again."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self._act = act
@@ -343,7 +343,7 @@ BATCHES: dict[str, Batch] = {
 
 
 def trained_both_ways(updates: int, is_one_number: bool, **options: Any) -> CompiledStep:
-    """The step that ended where ordinary ones end, with one loss an example or with their mean."""
+    """The step that ended where ordinary ones end, with one loss per example or with their mean."""
     (model, private), (expected, plain) = coupled_run(**options), coupled_run(**options)
     loss = loss_with(model)
     step = private.compiled(lambda *batch: loss(*batch).mean() if is_one_number else loss(*batch))
@@ -608,7 +608,7 @@ def test_an_example_whose_positions_cancel_is_gathered_again(recorded: list[Reco
 
 
 def test_the_test_above_can_fail(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the look at what was put aside the cancelling example is not gathered again."""
+    """Without reading the deferred checks the cancelling example is not gathered again."""
     asked: list[bool] = []
     monkeypatch.setattr(
         captured.Captured, "_gather_again", lambda self, *_: asked.append(bool(self._rare)) or self._clear()
@@ -830,7 +830,7 @@ def test_the_noise_of_a_sum_alone_falls_in_the_order_of_its_memory(recorded: lis
 
 def test_many_buckets_get_a_key_each(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipwise.noise.gaussian.BUCKET", 30)
-    # (So much noise saturates the network, and without gradients nothing is known of coupling.)
+    # (So much noise saturates the network, and without gradients the probe finds no coupling.)
     model, private = private_run(noise_multiplier=1e6, probe_independence=False)
     step = private.compiled(loss_with(model))
     go(private, step, 7)
@@ -882,7 +882,7 @@ def test_nothing_is_released_if_it_cannot_be_charged(recorded: list[Recorded]) -
         go(private, step, 1)
     assert private._context.keys.key.secret_bytes() == key
     assert same(parameters(model), weights)
-    assert not gradients(model)  # as in an ordinary step: what was released and used before is gone
+    assert not gradients(model)  # as in an ordinary step: the previous release is overwritten
     ledger.refuses = False
     go(private, step, 2)
     assert private.steps == 8
@@ -931,7 +931,7 @@ def test_a_piece_that_failed_in_the_middle_cannot_be_gathered_twice(
 
 @pytest.mark.parametrize("begins_compiled", [True, False])
 def test_one_batch_does_not_go_through_two_kinds_of_steps(begins_compiled: bool, recorded: list[Recorded]) -> None:
-    """What one of them gathered of a batch never comes out with the records of another batch."""
+    """What one of them gathered of a batch is never released with the records of another batch."""
     options = {"sampling": "fixed-size", "max_physical_batch_size": 5}
     model, private = exact_run(**options)
     step, other = private.compiled(loss_with(model)), ordinary(model, private)
@@ -983,7 +983,7 @@ def test_a_model_that_was_changed_is_refused(change: tuple[str, Any], recorded: 
     step = private.compiled(loss_with(model))
     go(private, step, 6)
     batch = next(iter(private.loader))
-    keeps = list(model.parameters())  # or a new one could lie where the old one did
+    keeps = list(model.parameters())  # otherwise a new one could have the address of the old one
     factor = model.factor
     change[1](model)
     steps = private.steps
@@ -1209,7 +1209,7 @@ def test_an_optimizer_may_change_gradients_in_place(recorded: list[Recorded], mo
 def test_what_looks_again_refuses_what_an_ordinary_step_refuses(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss that begins to compare examples: a replay does not run its code again, the look does."""
+    """A loss that begins to compare examples: a replay does not run its code again, the periodic eager step does."""
     monkeypatch.setattr(compiled, "_LOOK_AGAIN_AFTER", 2)
     model, private = exact_run(sampling="fixed-size", batch_size=8)
     mixes: list[bool] = []
@@ -1248,7 +1248,7 @@ def test_a_run_that_stopped_continues_with_compiled_steps(recorded: list[Recorde
 
 
 def test_a_captured_step_lasts_through_load_state_dict(recorded: list[Recorded]) -> None:
-    """The optimizer's state lies elsewhere then, and what was gathered is another run's."""
+    """The optimizer's state has another address then, and the gathered sums belong to another run."""
     options = {"sampling": "full", "max_physical_batch_size": 9, "optimizer": OPTIMIZERS["momentum"]}
     (model, private), (expected, plain) = exact_run(**options), exact_run(**options)
     step = private.compiled(loss_with(model))
@@ -1277,7 +1277,7 @@ def test_the_keys_of_a_step_are_gone_when_they_have_served(recorded: list[Record
 
 
 def test_a_release_that_fails_leaves_no_key_that_could_serve_another_sum(recorded: list[Recorded]) -> None:
-    """`.grad` is the graph's own memory: it may have been written when the failure comes."""
+    """`.grad` is the graph's own memory: it may have been written before the failure."""
     model, private = exact_run(noise_multiplier=1.0)
     step = private.compiled(loss_with(model))
     go(private, step, 6)

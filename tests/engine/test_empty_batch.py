@@ -75,7 +75,7 @@ def test_no_losses_are_the_losses_of_an_empty_batch(kind: str) -> None:
             losses = losses_of(model, (x, y)) if len(x) or gives_losses else None
             private.step(losses)
         found.append(parameters(model))
-    # (A seed goes with the model and its configuration, which are the same.)
+    # (Model and configuration are the same in both.)
     assert same(*found)
 
 

@@ -1,4 +1,4 @@
-"""What makes another run: with it a resume file is not gone on with."""
+"""Which changes make another run, so that a resume file is not used."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_what_was_charged_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: object, **__: object) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(mechanism, "gaussian", fails)
+    monkeypatch.setattr(mechanism, "add_gaussian", fails)
     with pytest.raises(torch.OutOfMemoryError):
         private.compiled(lambda x, y: losses_of(model, (x, y)))(*next(iter(private.loader)))
     assert private.steps == 1 and not gradients(model)

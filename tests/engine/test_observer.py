@@ -1,4 +1,4 @@
-"""The seam for audits: what a watched run is and is not."""
+"""The interface for audits: which runs are observed, and what an observed run does."""
 
 from __future__ import annotations
 

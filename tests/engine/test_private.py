@@ -426,6 +426,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
     assert same(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [(7, 8), (None, None)])
 def test_another_seed_or_none_gives_other_noise(seeds: tuple[int | None, int | None]) -> None:
     a, b = map(noise_of_first_step, seeds)
@@ -466,13 +467,13 @@ def test_a_release_is_charged_then_noised_then_shown(monkeypatch: pytest.MonkeyP
         order.append(f"charge {shown()}")
         original(*charged)
 
-    def noise(*args: Any, **options: Any) -> Tensor:
+    def noise(*args: Any, **options: Any) -> None:
         order.append(f"noise {shown()} {private._context.ledger.position}")
-        return drawn_noise(*args, **options)
+        add_noise(*args, **options)
 
-    original, drawn_noise = private._context.ledger.charge, mechanism.gaussian_in_pieces
+    original, add_noise = private._context.ledger.charge, mechanism.add_gaussian
     monkeypatch.setattr(private._context.ledger, "charge", charge)
-    monkeypatch.setattr(mechanism, "gaussian_in_pieces", noise)
+    monkeypatch.setattr(mechanism, "add_gaussian", noise)
     monkeypatch.setattr(crash_points, "reached", lambda point: order.append(f"{point} {shown()}"))
     first_step(model, private)
     assert order == ["charge hidden", "noise hidden 1", "step.before-grad hidden", "step.before-update shown"]
@@ -519,8 +520,8 @@ def test_a_release_that_fails_in_the_middle_is_charged_and_not_mixed_up(
         return real(*args, **options)
 
     failed: list[bool] = []
-    real: Any = mechanism.gaussian if point == "noise" else crash_points.reached
-    monkeypatch.setattr(*((mechanism, "gaussian") if point == "noise" else (crash_points, "reached")), fails)
+    real: Any = mechanism.add_gaussian if point == "noise" else crash_points.reached
+    monkeypatch.setattr(*((mechanism, "add_gaussian") if point == "noise" else (crash_points, "reached")), fails)
     with pytest.raises(StepError, match="iterator"):
         epoch()
     assert failed

@@ -324,7 +324,7 @@ def test_running_statistics_are_refused_before_the_first_step() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_fail_on_one_record_are_refused_before_the_first_step(training: bool) -> None:
-    """torch's error would come in the middle of a run, and would reveal the realised batch size."""
+    """torch's error would occur in the middle of a run, and would reveal the realised batch size."""
     plain = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4, track_running_stats=False)).train(training)
     with pytest.raises(UnsupportedModelError, match=r"Layer '1'.*one record.*without_running_statistics"):
         private_run(plain, clipping=Batch())
@@ -607,7 +607,7 @@ def test_running_statistics_of_the_copy_are_thrown_away() -> None:
 
 
 def test_other_microbatches_or_users_are_another_run() -> None:
-    """With one, a resume file of the other is not gone on with."""
+    """A resume file of a run without it is not used, and the reverse."""
 
     def digests(**options: Any) -> tuple[str, str]:
         _, private = private_run(sample_rate=1e-9, **options)

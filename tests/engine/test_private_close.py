@@ -1,4 +1,4 @@
-"""How a run ends: what stays counted after an error, whether the count is exact, and a ledger that is gone."""
+"""How a run ends: what stays counted after an error, whether the count is exact, and a ledger that was removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from clipwise import Private
@@ -139,13 +139,13 @@ def test_a_batch_that_cannot_be_fetched_stays_counted(path: Path, is_caught: boo
 
 def failing_once(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the next release fail after it was charged."""
-    honest = mechanism.gaussian
+    honest = mechanism.add_gaussian
 
-    def gaussian(*arguments: Any, **options: Any) -> Tensor:
-        monkeypatch.setattr(mechanism, "gaussian", honest)
+    def add_gaussian(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(mechanism, "add_gaussian", honest)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(mechanism, "gaussian", gaussian)
+    monkeypatch.setattr(mechanism, "add_gaussian", add_gaussian)
 
 
 def test_a_release_that_fails_is_counted_and_not_called_exact(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_run_that_crashed_is_not_exact_when_it_has_gone_on(path: Path) -> None
     assert private.statement().exact is False
 
 
-# A ledger that is gone
+# A ledger that was removed
 
 
 @pytest.mark.parametrize("harm", ["removed", "replaced"])

@@ -107,7 +107,7 @@ UNCOUNTED: list[Optimizers] = [
 
 
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where contents are not looked at, since that would wait for the device."""
+    """Contents are not compared here, since that would wait for the device."""
     monkeypatch.setattr("clipwise.validation.inventory.Changes.may_have_changed", lambda self: self.was_counted())
 
 
@@ -130,7 +130,7 @@ def test_statistics_follow_updates_that_torch_does_not_count(
     losses = losses_of(model, *x)
     if is_whole_step:
         private.step(losses)
-    else:  # and whoever steps on their own may evaluate right after
+    else:  # a loop that calls optimizer.step() itself may evaluate right after
         private.backward(losses)
         private.optimizer.step()
     after = model.eval()(x_test)
@@ -176,10 +176,10 @@ def test_the_optimizer_has_one_hook_that_is_removed_with_the_run() -> None:
     optimizer = private.optimizer
     del private
     gc.collect()
-    optimizer.step()  # the run is gone without having been closed
+    optimizer.step()  # the run was deleted without being closed
 
 
-# ------------------------------------------------- strategies that look at the model
+# ------------------------------------------------- strategies that read the model
 
 
 def batches() -> PublicData:

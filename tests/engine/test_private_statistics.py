@@ -142,7 +142,7 @@ def test_without_them_the_statement_does_not_mention_statistics() -> None:
 
 
 def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
-    """The buffers come with the model; the rest is in the checkpoint and the resume file."""
+    """The buffers are saved with the model; the rest is in the checkpoint and the resume file."""
     whole, private = begin()
     train(whole, private, 6)
     model, private = begin(ledger=tmp_path / "run.ledger")
@@ -170,7 +170,7 @@ def test_another_rule_is_another_configuration() -> None:
 
 
 def test_they_begin_where_public_data_left_them() -> None:
-    """What is learned is added to what was known."""
+    """Learned statistics start from the values in the buffers."""
     model = normalized()
     layers.recompute_statistics(model, [torch.randn(64, FEATURES)])
     model.train()

@@ -1,4 +1,4 @@
-"""No bound lies below a gradient, in any kind of layer; where a norm is exact, the table says 1."""
+"""No bound is below a gradient, in any kind of layer; where a norm is exact, the ratio is 1."""
 
 import pytest
 import torch

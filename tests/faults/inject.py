@@ -75,7 +75,7 @@ class At:
     def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
         if event != "line" or next(self._lines) < self._line:
             return self._traced
-        # No signal comes between a lock and the block that it guards, or at its end; a tracer would.
+        # A signal cannot arrive between a lock and the block that it guards, or at its end; a tracer could.
         if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             sys.settrace(None)
             frame.f_trace = None
@@ -183,7 +183,7 @@ def _on_a_small_disk(plan: Plan, files: Files) -> Run:
 
 
 def read_only(plan: Plan, files: Files, lines: int) -> Run:
-    """The ledger's file system goes read-only: when it is opened, or in the middle of a run."""
+    """The ledger's file system becomes read-only: when it is opened, or in the middle of a run."""
     crash_points.reached = make_visible(files)
 
     class ReadOnly(io.FileIO):
@@ -274,15 +274,15 @@ def out_of_memory(plan: Plan, files: Files, lines: int) -> Run:
         raise torch.OutOfMemoryError("out of memory (a fault of the test)")
 
     if plan.at == "noise":
-        honest = mechanism.gaussian
+        honest = mechanism.add_gaussian
         turns = itertools.count(1)
 
-        def gaussian(*arguments: Any, **options: Any) -> Tensor:
+        def add_gaussian(*arguments: Any, **options: Any) -> None:
             if next(turns) == plan.turn and is_armed:
                 fail()
-            return honest(*arguments, **options)
+            honest(*arguments, **options)
 
-        mechanism.gaussian = gaussian  # type: ignore[assignment]
+        mechanism.add_gaussian = add_gaussian
         return run
     if plan.at == "forward":
         forward = run.model.forward

@@ -242,7 +242,7 @@ class Recurrent(Block):
         return {}
 
     def initial(self, h: Tensor) -> Any:
-        """States that come from the data, so that examples differ in them."""
+        """States computed from the data, so that examples differ in them."""
         if self.start is None:
             return None
         mean_B = h.mean((1, 2))
@@ -391,7 +391,7 @@ class Bilinear(Block):
 
 @block(1.5)
 class TimeFirst(Block):
-    """A layer that sees [length, B, width]."""
+    """A layer with inputs [length, B, width]."""
 
     always = ("time first",)
 

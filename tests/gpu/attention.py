@@ -37,7 +37,7 @@ ALL = ("published", "exact", "accepted", "refused")
 
 
 class Block(nn.Module):
-    """A layer of a small GPT. With `across`, attention sees the whole batch as one sequence."""
+    """A layer of a small GPT. With `across`, attention treats the whole batch as one sequence."""
 
     def __init__(self, width: int, heads: int, apart: bool, across: bool) -> None:
         super().__init__()

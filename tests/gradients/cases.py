@@ -207,7 +207,7 @@ class HeadsOnTheLeft(nn.Module):
 
 
 class Masked(nn.Module):
-    """A weight made of a parameter and a constant: DERIVED, though it looks like a use."""
+    """A weight made of a parameter and a constant: DERIVED, although it resembles a use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,8 @@ CONVOLUTIONS = [c for c in CASES if c.name.startswith("Conv") and "padding_mode"
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "usable", lambda t: True)
+    for name in ("usable", "supported"):
+        monkeypatch.setattr(kernels, name, lambda t: True)
     monkeypatch.setattr(forms.base, "_KERNELS_ON_CPU", True)
     monkeypatch.setattr(stream.Stream, "is_on_cuda", True)
     # Rows of any length are padded, as for a vocabulary.

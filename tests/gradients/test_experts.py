@@ -96,3 +96,36 @@ def test_a_batch_mean_is_refused_with_its_own_message() -> None:
     with pytest.raises(CoupledExamplesError, match=r"belongs to several examples.*batch statistics"):
         model = Centred().double()
         per_example_gradients(losses(model, rows(6, 0, True)), trainable(model), Memory())
+
+
+class Grouped(nn.Module):
+    """Rows sorted by expert, products with the weights of all experts at once, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(D, EXPERTS), nn.Linear(D, 2)
+        self.weight = nn.Parameter(torch.randn(EXPERTS, D, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, D)
+        share, expert = self.gate(rows).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        offsets = torch.bincount(expert, minlength=EXPERTS).cumsum(0).int()
+        made = F.grouped_mm(rows[order], self.weight, offs=offsets) * share[order, None]
+        return self.head(made[order.argsort()].view(x.shape) + x)
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="needs torch.nn.functional.grouped_mm")
+def test_grouped_products_are_exact_and_have_a_rule() -> None:
+    torch.manual_seed(0)
+    model, memory = Grouped(), Memory()
+    for seed, batch in enumerate((6, 6, 5, 7, 6)):
+        inputs = (rows(batch, seed)[0].float(),)
+        found = per_example_gradients(losses(model, inputs), trainable(model), memory)
+        squares, written = found.squared_norms(), found.instantiate(slice(0, batch))
+        alone = [torch.autograd.grad(losses(model, (x[None],))[0], list(trainable(model).values())) for x in inputs[0]]
+        for name, gradients in zip(trainable(model), zip(*alone, strict=True), strict=True):
+            g = torch.stack(gradients)
+            torch.testing.assert_close(written[name], g, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(squares[name].sqrt(), g.double().flatten(1).norm(dim=1), rtol=1e-4, atol=1e-5)
+    assert not memory.fallbacks

@@ -176,7 +176,7 @@ def test_squares_that_underflow_are_not_a_disagreement(small: float) -> None:
     assert not Probe(wrong, wrong * weights_B.flip(0)[:, None], weights_B).agrees(Layout(0, 1, 3, 1))
 
 
-# Growth: a tensor made of parameters alone keeps its size
+# Growth: a tensor computed from parameters alone keeps its size
 
 
 SHAPES_THAT_MAY_GROW: list[tuple[list[tuple[tuple[int, ...], int]], bool]] = [
@@ -305,7 +305,7 @@ def test_rows_that_mix_examples_have_no_layout(coupling: str) -> None:
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_rows_that_mix_examples_are_found_without_input_gradients_too(coupling: str) -> None:
-    """The mixed rows might be made of parameters alone, but they grow with the batch."""
+    """The mixed rows might be computed from parameters alone, but they grow with the batch."""
     torch.manual_seed(0)
     model, memory = nn.Linear(4, 4), Memory()
     with pytest.raises(CoupledExamplesError):

@@ -51,6 +51,7 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "loop"])
 def test_a_compiled_model_is_refused_by_name(method: str) -> None:
     private, compiled = compiled_run(PerExample(method=method))

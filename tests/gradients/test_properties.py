@@ -199,6 +199,7 @@ def test_random_models_are_exact(
         require_exact(model, inputs, memory)
 
 
+@pytest.mark.slow
 @FEWER
 @given(st.lists(st.tuples(st.integers(2, 6), st.integers(1, 6)), min_size=4, max_size=8), st.booleans())
 def test_one_memory_through_changing_batches_and_lengths(sizes: list[tuple[int, int]], time_first: bool) -> None:
@@ -262,13 +263,13 @@ def test_memory_limits_change_no_result(case: Case, keep: int, chunk: int, monke
 @pytest.mark.filterwarnings("ignore::clipwise.gradients.FallbackWarning")
 @BY_NAME
 def test_layouts_are_trusted_after_two_batches(case: Case) -> None:
-    """Otherwise every step would need a probe. If data can reorder rows, every step does."""
+    """Otherwise every step would need a probe. The operations on a packed sequence depend on its lengths."""
     model, memory = case.build(), Memory()
     for seed in range(3):
         per_example_gradients(losses(model, case.draw(6, seed=seed)), trainable(model), memory)
     graph = walk(losses(model, case.draw(6, seed=9)), trainable(model))
     probed = memory.resolver.resolve(graph).gradients is not None
-    assert probed == graph.outline.moves_rows
+    assert probed == ("packed" in case.name)
 
 
 class TimeFirstAndMasked(nn.Module):

@@ -73,6 +73,7 @@ def examine(model: nn.Module, ids: Tensor) -> None:
     probe.examine(model(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [12, 24])
 def test_another_order_of_sums_is_not_coupling(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[bool] = []
@@ -98,6 +99,7 @@ def test_coupling_is_still_detected(leak: float, size: int) -> None:
             examine(Layered(12, leak), batch(size, seed))
 
 
+@pytest.mark.slow
 def test_one_way_coupling_is_detected_for_any_weights() -> None:
     """The second example contains a hundredth of the first: visible if the second loss has the larger weight."""
 

@@ -143,6 +143,7 @@ def test_an_error_in_a_rule_is_raised_and_leaves_no_hook(monkeypatch: pytest.Mon
     found.sum().backward()
 
 
+@pytest.mark.slow
 def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
     model, x, memory = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(4, 3), Memory()
     known(model, x, memory)

@@ -1,4 +1,4 @@
-"""The results of a graph walk: uses, tensors made of parameters alone, and open nodes."""
+"""The results of a graph walk: uses, tensors computed from parameters alone, and open nodes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_parameter_in_the_loss_is_a_use() -> None:
     assert named_uses(losses, model) == {"MmBackward0": {"w"}, "DivBackward0": {"temperature"}}
 
 
-# w * x is a use if x has examples, and a tensor made of parameters alone if x is a constant. Both have the same graph;
-# the probe distinguishes them.
+# w * x is a use if x has examples, and a tensor computed from parameters alone if x is a constant. Both have the same
+# graph; the probe distinguishes them.
 OPEN: dict[str, tuple[Callable[[Weights, Tensor], Tensor], str]] = {
     "masked weight": (lambda m, x: x @ (m.w * torch.ones(4, 3)), "MmBackward0"),
     "scaled weight": (lambda m, x: x @ (m.w * 0.5), "MmBackward0"),

@@ -21,7 +21,7 @@ class LocalGrid(Grid):
             100 + i: Context(1, 100 + i, {"partition-id": i, "num-partitions": clients}, RecordDict(), {})
             for i in range(clients)
         }
-        with suppress(ModuleNotFoundError):  # a newer Flower asks who sends a message; its own grids set this
+        with suppress(ModuleNotFoundError):  # newer versions of Flower read the sender of a message
             identity = import_module("flwr.supercore.task_identity").TaskIdentity
             identity.task_id, identity.run_id, identity.node_id = 1, 1, 1
 

@@ -49,6 +49,16 @@ def test_many_chunks_of_features(monkeypatch, precision):
     assert (mass_B >= true_mass_B).all() and (mass_B <= true_mass_B * 1.0021).all()
 
 
+@needs_triton
+def test_examples_of_long_contexts_are_taken_in_pieces(monkeypatch):
+    torch.manual_seed(0)
+    left, right = torch.randn(5, 40, 7), rows(5, 40, 9)
+    whole = gram.gram_norms(left, right, "ieee")
+    monkeypatch.setattr(gram, "_INNER_BYTES", 2 * 8 * 40 * 40)
+    for found, expected in zip(gram.gram_norms(left, right, "ieee"), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float16, torch.float32)])
 def test_half_precision_rows(way, dtypes):

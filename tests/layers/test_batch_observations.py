@@ -88,6 +88,7 @@ def test_activation_checkpointing_gives_one_observation() -> None:
     assert len(list(observations(losses))) == 1
 
 
+@pytest.mark.slow
 def test_observations_are_freed_with_the_graph() -> None:
     model = watched(nn.BatchNorm1d(3), nn.Linear(3, 1))
     losses = model(torch.randn(4, 3))

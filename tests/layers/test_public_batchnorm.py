@@ -277,7 +277,7 @@ def test_a_copy_has_statistics_of_its_own() -> None:
 def test_a_layer_without_statistics_is_an_error() -> None:
     with pytest.raises(StepError, match="no public statistics"):
         PublicBatchNorm(2)(torch.randn(3, 2))
-    with pytest.raises(ConfigurationError, match="no layer with public statistics"):
+    with pytest.raises(ConfigurationError, match="0 public statistics"):
         PublicStatistics.of(nn.Linear(2, 2))
 
 
@@ -342,7 +342,7 @@ def test_plain_batch_norm_loads_the_state_of_supported_kinds(kind: str) -> None:
 
 
 def test_a_state_without_the_number_of_rows() -> None:
-    """It is known if the statistics are computed here; otherwise it is required."""
+    """It is stored if the statistics are computed here; otherwise it is required."""
     state = network().state_dict()
     model, statistics = sound("self+public")
     before = model(images(3))

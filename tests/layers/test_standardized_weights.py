@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipwise.clipping import PerExample
 from clipwise.errors import ConfigurationError
@@ -45,6 +48,56 @@ def test_per_example_gradients_of_the_underlying_weights_are_exact() -> None:
     for name, g in each.items():
         expected = torch.einsum("b,b...->...", (0.3 / squares.sqrt()).clamp(max=1), g)
         torch.testing.assert_close(total[name], expected, rtol=1e-8, atol=1e-10)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["layer", "operations", "adapter"])
+def test_weights_made_of_parameters_take_no_operation_per_example(how: str) -> None:
+    """One batched product carries the gradients of all examples back."""
+
+    def calls(batch: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 2))
+        if how == "layer":
+            standardize_weights(model)
+        else:
+            parametrize.register_parametrization(model[0], "weight", OPERATIONS[how]())
+        clipper = PerExample(0.3).attach(site(model))
+        x = torch.randn(batch, 2, 6, 6)
+        for _ in range(3):  # the first steps probe
+            clipper.clipped_sum(losses(model, (x,)))
+        loss = losses(model, (x,))
+        with Counted() as counted:
+            clipper.clipped_sum(loss)
+        return counted.calls
+
+    assert calls(24) == calls(6)
+
+
+class Operations(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return (w - w.mean((1, 2, 3), keepdim=True)) / w.std((1, 2, 3), keepdim=True)
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 18))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + (self.up @ self.down).view_as(w)
+
+
+OPERATIONS: dict[str, type[nn.Module]] = {"operations": Operations, "adapter": Adapter}
 
 
 def test_only_convolutions_change_and_a_plain_layer_can_be_restored() -> None:

@@ -316,6 +316,7 @@ def test_one_run_is_stated_by_pld() -> None:
     assert "epsilon 2; a step that would exceed it is refused" in str(said)
 
 
+@pytest.mark.slow
 def test_several_runs_are_stated_by_the_filter(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     with private_run(ledger=path, **BUDGET)[1] as private:

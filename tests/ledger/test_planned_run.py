@@ -123,6 +123,7 @@ def test_counts_that_were_released_twice_are_refused(tmp_path: Path) -> None:
         private_on(ledger)
 
 
+@pytest.mark.slow
 def test_another_run_on_the_ledger_is_accounted_by_the_filter(tmp_path: Path) -> None:
     private, model = private_on(prepared(tmp_path / "ledger"))
     with private:

@@ -102,7 +102,7 @@ class Twice(nn.Module):
 def test_factors_move_only_where_the_network_stays_the_same() -> None:
     tanh = trace(image_network(nn.Tanh()), (1, 8, 8))
     everything = dict(tanh.graph.named_parameters())
-    assert [(p.first.where, p.second.where) for p in pairs_of(tanh, everything)] == [("4", "8")]
+    assert [(first.where, second.where) for first, second in pairs_of(tanh, everything)] == [("4", "8")]
     assert pairs_of(tanh, {"8.weight": 0, "8.bias": 0}) == []  # frozen parameters stay
     model = Twice()
     assert pairs_of(trace(model, (4,)), dict(model.named_parameters())) == []

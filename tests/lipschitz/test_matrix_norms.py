@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, Windows, torus_bound, windows_of
+from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, Windows, torus_bound
 from clipwise.lipschitz.matrix_norms import frobenius_norms, gram_bounds, measured_together, spectral_bounds
 from clipwise.lipschitz.rule import Call, Effort, Rounding
+
+
+def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> Windows:
+    shapes = [(module.in_channels, *size)], (module.out_channels, *out)
+    return ConvolutionRule(Call("", module, *shapes, Rounding(2.0**-52))).windows
+
 
 shapes = st.tuples(st.integers(1, 40), st.integers(1, 40))
 

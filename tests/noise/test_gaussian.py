@@ -6,7 +6,6 @@ That of CUDA is tested in tests/kernels/test_noise.py, from its words on.
 from __future__ import annotations
 
 import copy
-import ctypes
 import hashlib
 import io
 import itertools
@@ -14,8 +13,7 @@ import math
 import multiprocessing
 import os
 import pickle
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -29,6 +27,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.noise import gaussian as noise
 from clipwise.noise.gaussian import gaussian, key_words
 from clipwise.noise.key import NoiseKey
+from tests.noise.test_standard_normal import TAIL, Fed, tail_p_value, tail_words
 
 SECRET = bytes(range(1, 33))
 TOP = 2**64 - 1
@@ -40,96 +39,12 @@ def derived(label: str = "noise/0") -> bytes:
     return NoiseKey(SECRET).derive(label)
 
 
-def uniform_words(count: int, below: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, below, size=count, dtype=np.uint64, endpoint=False)
-
-
-# ---- the tail of numpy's ziggurat ---------------------------------------------------------------------
-
-
-class Fed:
-    """A bit generator of numpy's interface that replays given values: words and 53-bit uniforms."""
-
-    class _Struct(ctypes.Structure):
-        _fields_ = [("state", ctypes.c_void_p)] + [(f"f{k}", ctypes.c_void_p) for k in range(4)]
-
-    def __init__(self, words: Iterator[int], uniforms: Iterator[float]) -> None:
-        integer, real = (ctypes.CFUNCTYPE(t, ctypes.c_void_p) for t in (ctypes.c_uint64, ctypes.c_double))
-        self.lock = threading.Lock()
-        word, uniform = integer(lambda _: next(words)), real(lambda _: next(uniforms))
-        self._alive = word, uniform
-        word_at, uniform_at = (ctypes.cast(f, ctypes.c_void_p).value for f in (word, uniform))
-        self._struct = self._Struct(None, word_at, None, uniform_at, word_at)
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        self.capsule = new(ctypes.addressof(self._struct), b"BitGenerator", None)
-
-
-def fed(uniforms: Iterator[float], seed: int = 0) -> np.random.Generator:
-    """A generator that draws all normals from the tail, on either side.
-
-    Of a word the low byte chooses the strip, 0 the lowest; the highest bits say how far out: all of them, beyond
-    the strip, where the tail begins.
-    """
-    words = (int(w) << 8 | 0xFF << 56 for w in uniform_words(1 << 20, 2**48, seed))
-    return np.random.Generator(Fed(words, uniforms))  # type: ignore[arg-type]
-
-
-def edge() -> float:
-    """Where the tail begins: what an excess of 0 gives."""
-    return float(abs(fed(itertools.cycle([0.0, 0.5])).standard_normal()))
-
-
-def tail_uniforms(excess: float, grid: int = 2**53) -> Iterator[float]:
-    """Pairs of uniforms on [0, 1) as numpy asks for them, of those that can give more than edge + excess.
-
-    The tail is x = edge + e, e = -ln(1 - U) / edge, taken if -2 ln(1 - V) > e^2. A larger excess needs a U above
-    1 - exp(-edge excess) and a V above 1 - exp(-excess^2 / 2); all others change nothing beyond it.
-    """
-    rng = np.random.default_rng(0)
-    limits = [math.ceil(grid * math.exp(-rate)) for rate in (edge() * excess, excess**2 / 2)]
-    while True:
-        for from_the_end in rng.integers(1, limits, size=(1000, 2), endpoint=True).reshape(-1):
-            yield 1 - int(from_the_end) / grid
-
-
-def ziggurat_tail_p_value(normals: np.ndarray, sigma: float) -> float:
-    """KS test that normals beyond sigma, on either side, have the law of a normal there."""
-    beyond = np.abs(normals)[np.abs(normals) > sigma]
-    assert len(beyond) > 0.5 * len(normals)
-    return float(stats.kstest(np.exp(stats.norm.logsf(beyond) - stats.norm.logsf(sigma)), "uniform").pvalue)
-
-
-@pytest.mark.parametrize("sigma", [3.7, 5.8, 7.0, 8.0, 9.0, 10.0])
-def test_the_ziggurat_has_the_law_of_a_normal_in_the_tail(sigma: float) -> None:
-    normals = fed(tail_uniforms(sigma - edge())).standard_normal(20_000)
-    assert ziggurat_tail_p_value(normals, sigma) > 1e-3
-    assert abs(int((normals > 0).sum()) - 10_000) < 5 * math.sqrt(5_000)
-
-
-def test_the_tail_test_rejects_a_ziggurat_of_24_bit_uniforms() -> None:
-    # The planted fault: what the same sampler would give with the uniforms of its float32 sibling.
-    sigma = 8.0
-    normals = fed(tail_uniforms(sigma - edge(), grid=2**24)).standard_normal(20_000)
-    assert ziggurat_tail_p_value(normals, sigma) < 1e-12
-
-
-def test_the_largest_normal_is_the_stated_one() -> None:
-    # V = 1 - 2^-53, the last one, takes excesses up to sqrt(2 * 53 ln 2).
-    last = math.sqrt(2 * 53 * math.log(2))
-    step = math.exp(-edge() * last) * 2**53  # the distance of U from 1 there, in units of its grid
-    outside, inside = (1 - k * 2.0**-53 for k in (math.floor(step), math.ceil(step)))
-    # The first pair is refused, the second one taken.
-    largest = abs(fed(iter([outside, 1 - 2.0**-53, inside, 1 - 2.0**-53])).standard_normal())
-    assert largest == pytest.approx(edge() + last, abs=1 / (edge() * step))
-    assert 12.2 < largest < 12.3
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_draw_keeps_the_tail(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "_stream", lambda key, chunk: fed(tail_uniforms(9.0 - edge())))
+    words = Fed(np.full(1000, TOP, np.uint64)), Fed(tail_words(2000, stats.norm.sf(9.0) / TAIL))
+    monkeypatch.setattr(noise, "_streams", lambda key, chunk: words)
     x = gaussian(derived(), 1000, 2.0, dtype=dtype).double().numpy() / 2.0
-    assert ziggurat_tail_p_value(x, 9.0) > 1e-3
+    assert tail_p_value(x, 9.0) > 1e-3
 
 
 # ---- the law of whole draws ---------------------------------------------------------------------------
@@ -200,6 +115,25 @@ def test_pieces_are_those_of_one_draw_each_with_its_std(pieces: list[tuple[int, 
             assert torch.equal(piece, gaussian(derived(), sum(sizes), std)[end - size : end])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_added_in_place_is_that_of_a_draw(dtype: torch.dtype) -> None:
+    sizes, stds, divisor = [0, 3, noise._CPU_CHUNK, 2 * noise._CPU_CHUNK + 5], [1.0, 0.5, 2.0, 3.0], 7.3
+    sums = [torch.randn(size, dtype=dtype) for size in sizes]
+    drawn = gaussian(derived(), sum(sizes), 1.0, dtype=torch.float64).split(sizes)
+    noises = [(std * z).to(dtype) for std, z in zip(stds, drawn, strict=True)]
+    expected = [(total + z) / divisor for total, z in zip(sums, noises, strict=True)]
+    noise.add_gaussian(derived(), sums, stds, divisor)
+    assert all(torch.equal(found, other) for found, other in zip(sums, expected, strict=True))
+
+
+def test_noise_is_added_in_the_order_of_memory() -> None:
+    first, second = torch.zeros(8, 5), torch.zeros(5, 8).t()
+    for total in (first, second):
+        noise.add_gaussian(derived(), [total], [1.0], 1.0)
+    assert torch.equal(first.view(-1), second.t().reshape(-1))
+    assert torch.equal(first.view(-1), gaussian(derived(), 40, 1.0))
+
+
 def test_callers_may_draw_at_the_same_time() -> None:
     alone = several_chunks()
     torch.set_num_threads(2)
@@ -252,12 +186,13 @@ def test_chunks_are_independent() -> None:
 
 
 def words_of(key: bytes, chunk: int) -> np.ndarray:
-    return noise._stream(key, chunk).integers(0, TOP, size=400, dtype=np.uint64, endpoint=True)
+    return np.concatenate([stream.random_raw(400) for stream in noise._streams(key, chunk)])
 
 
 def test_no_two_chunks_share_a_word_and_every_byte_of_the_key_counts() -> None:
     key = derived()
     first = words_of(key, 0)
+    assert len(np.unique(first)) == len(first)
     for chunk in (1, 2, 255, 256, 2**32, 2**63):
         assert not np.isin(words_of(key, chunk), first).any()
     for position in range(32):

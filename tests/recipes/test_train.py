@@ -103,6 +103,7 @@ def test_an_interrupted_run_has_a_true_ledger_and_continues(tmp_path, counting):
     assert not run.folder.secrets.exists()
 
 
+@pytest.mark.slow
 def test_a_seeded_run_that_continued_equals_one_that_was_not_interrupted(tmp_path):
     choices = replace(CHOICES, seed=7, ema=0.9)
     completed(started(tmp_path / "whole", choices))

@@ -51,6 +51,7 @@ def labels(panel: Any) -> list[str]:
     return [line.get_label() for line in panel.lines]
 
 
+@pytest.mark.slow
 @every_drawing
 @pytest.mark.parametrize("history", [POISSON, FULL], ids=["poisson", "full"])
 def test_the_same_history_gives_the_same_file(draw: Draw, history: list[Entry], tmp_path: Path) -> None:

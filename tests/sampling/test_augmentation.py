@@ -292,7 +292,7 @@ def views_of_the_first_batch(**options):
 
 
 def test_views_come_from_the_run_s_key():
-    """A seeded run repeats whole, and torch's own generator decides nothing."""
+    """A seeded run is reproducible, whatever the state of torch's own generator."""
     torch.manual_seed(0)
     first, private = views_of_the_first_batch(seed=5)
     torch.manual_seed(1)

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from clipwise.errors import ConfigurationError
-from clipwise.sampling import BySize, Fetcher
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.microbatches import BySize
 
 NONE = np.empty(0, dtype=np.int64)
 SOME = np.array([1, 4, 5])
@@ -158,7 +159,7 @@ def test_empty_batch_has_no_names() -> None:
 
 
 def test_empty_batch_of_a_custom_collate() -> None:
-    """Images in a stack, targets in a list with one entry a record, and sequences time-first."""
+    """Images in a stack, targets in a list with one entry per record, and sequences time-first."""
 
     def collate(records: list[Any]) -> Any:
         images, boxes, words = zip(*records, strict=True)

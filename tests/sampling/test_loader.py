@@ -14,17 +14,10 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.sampling import (
-    Fetcher,
-    FixedSize,
-    Full,
-    Piece,
-    Poisson,
-    PrivateLoader,
-    Scheme,
-    Shuffled,
-    TruncatedPoisson,
-)
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.loader import Piece, PrivateLoader
+from clipwise.sampling.schemes import FixedSize, Full, Poisson, Shuffled, TruncatedPoisson
 
 SIZE = 40
 
@@ -42,7 +35,7 @@ class Dicts(Dataset[Any]):
 
 
 class Engine:
-    """The least that a loader needs: secrets ahead of a position, which a whole batch moves on."""
+    """The least that a loader needs: secrets after a position, which a complete batch advances."""
 
     def __init__(self, scheme: Scheme, dataset: Any = None, steps: int | None = None, **options: Any) -> None:
         self.scheme, self.steps, self.released = scheme, steps, 0
@@ -345,7 +338,7 @@ def test_the_length_of_pieces_follows_from_public_numbers(scheme: Scheme, most: 
 
 
 def test_a_loop_over_steps_that_takes_them_for_batches_gets_an_error_about_pieces() -> None:
-    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=10)  # one piece a step, here
+    engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=10)  # one piece per step, here
     with pytest.raises(StepError, match=r"loader\.pieces\(\)"):
         for _x, _y in engine.loader:
             pass

@@ -16,19 +16,10 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, make_private
 from clipwise.errors import ConfigurationError
-from clipwise.sampling import (
-    ByBlock,
-    ByIndex,
-    ByUser,
-    Fetcher,
-    FixedSize,
-    Full,
-    Partition,
-    Poisson,
-    PrivateLoader,
-    Shuffled,
-    microbatches_of,
-)
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.loader import PrivateLoader
+from clipwise.sampling.microbatches import ByBlock, ByIndex, ByUser, microbatches_of
+from clipwise.sampling.schemes import FixedSize, Full, Partition, Poisson, Shuffled
 
 subsets = st.lists(st.integers(0, 200), unique=True).map(lambda x: np.array(sorted(x), dtype=np.int64))
 

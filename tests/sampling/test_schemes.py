@@ -16,7 +16,9 @@ from scipy import stats
 
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Sampling, Unit
-from clipwise.sampling import FixedSize, Full, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson, base, make_scheme
+from clipwise.sampling import schemes
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.schemes import FixedSize, Full, Partition, Poisson, Shuffled, TruncatedPoisson, make_scheme
 
 ALL = [
     Poisson(50, 0.1),
@@ -44,7 +46,7 @@ def chi_square(observed: list[int], expected: list[float]) -> float:
     return float(stats.chisquare(observed, expected).pvalue)
 
 
-# -- what every scheme promises
+# -- properties of every scheme
 
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda s: str(s.sampling))
@@ -281,7 +283,7 @@ def test_shuffled_epoch_has_each_record_once(size: int, epoch: bytes, data: st.D
 def test_shuffled_continues_the_same_order_after_a_restart() -> None:
     scheme = Shuffled(100, 9)
     whole = [scheme.draw(secret(k), EPOCH, k) for k in range(scheme.period)]
-    base.epoch_order.cache_clear()  # what a new process begins with
+    schemes.epoch_order.cache_clear()  # what a new process begins with
     rest = [scheme.draw(secret(("another", k)), EPOCH, k) for k in range(5, scheme.period)]
     assert all(np.array_equal(a, b) for a, b in zip(whole[5:], rest, strict=True))
 

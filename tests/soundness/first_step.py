@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from clipwise import Batch, Private, layers, make_private
 from clipwise.noise.key import NoiseKey
-from clipwise.sampling import ByUser, Cut
 from clipwise.sampling.base import Indices
+from clipwise.sampling.microbatches import ByUser, Cut
 
 N, D, C = 40, 6, 0.7  # records, half the length of one, clipping norm
 BATCH = 20

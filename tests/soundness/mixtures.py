@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clipwise.sampling import FixedSize, Full, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.schemes import FixedSize, Full, Partition, Poisson, Shuffled, TruncatedPoisson
 
 Array = NDArray[np.float64]
 Draw = tuple[int, ...]

@@ -24,8 +24,8 @@ from clipwise.clipping.base import Site
 from clipwise.clipping.thresholds import Constants, Policy
 from clipwise.contrib import Adaptive, ByNorm, Multipliers, NormDecay, PublicData, RandomLayer, ReleasedNorms
 from clipwise.privacy import SUPPORTED, Adjacency, Sampling, effective_multiplier
-from clipwise.sampling import Cut
 from clipwise.sampling.base import Indices
+from clipwise.sampling.microbatches import Cut
 from tests.soundness.first_step import (
     BATCH,
     DRAWS,

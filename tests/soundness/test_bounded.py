@@ -75,7 +75,7 @@ def worst(clipper: Clipper, model: nn.Module, batches: tuple[Batch, Batch, Batch
 @BY_NAME
 def test_one_example_moves_the_sum_by_at_most_the_sensitivity(case: Case) -> None:
     models = {dtype: case.build(dtype) for dtype in (torch.float32, torch.float64)}
-    # A clipper lives as long as a run: its state after one batch must not affect the next bound.
+    # A clipper exists as long as a run: its state after one batch must not affect the next bound.
     clippers = {(s, dtype): attach(model, s) for dtype, model in models.items() for s in STRATEGIES}
 
     @FEW

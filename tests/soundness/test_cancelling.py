@@ -164,7 +164,7 @@ class Joined(nn.Module):
 
 
 class Unknown(nn.Module):
-    """An operation that clipwise does not know."""
+    """An operation without a rule."""
 
     def __init__(self) -> None:
         super().__init__()

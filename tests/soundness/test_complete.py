@@ -419,7 +419,7 @@ def test_the_rule_for_cudnn_recurrent_networks_leaves_the_rest_to_the_fallback()
         rule(node, shapes)
     node._saved_dropout = 0.0
     rule(node, shapes)
-    with pytest.raises(registry.RuleDoesNotApply, match="made of parameters"):
+    with pytest.raises(registry.RuleDoesNotApply, match="computed from parameters"):
         rule(node, {0: x.shape})
 
 

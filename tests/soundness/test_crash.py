@@ -94,7 +94,7 @@ def test_every_point_is_tried_often_enough(sound: list[dict[str, Any]]) -> None:
     for facts in sound:
         assert facts["end"] == -signal.SIGKILL, facts
         hits = {"step.before-grad": "release", "step.before-update": "seen", "step.during-update": "seen"}
-        if facts["point"] in hits:  # it died at the planned point
+        if facts["point"] in hits:  # it was killed at the planned point
             assert facts["said"].count(hits[facts["point"]]) == facts["n"]
 
 

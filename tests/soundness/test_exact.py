@@ -20,7 +20,9 @@ from scipy import stats
 from clipwise import Batch, ConfigurationError, Private, accounting
 from clipwise.accounting import gaussian
 from clipwise.privacy import Adjacency, Entry, Event, Part
-from clipwise.sampling import FixedSize, Partition, Poisson, Scheme, Shuffled, TruncatedPoisson, microbatches_of
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.microbatches import microbatches_of
+from clipwise.sampling.schemes import FixedSize, Partition, Poisson, Shuffled, TruncatedPoisson
 from tests.soundness import mixtures
 from tests.soundness.combinations import Combination, Size, bound_of, documented, losses, small
 from tests.soundness.mixtures import Array, Law, assignments, delta, densities, law

@@ -200,7 +200,7 @@ class World:
         self.saved.append(Saved(copy.deepcopy(self.model.state_dict()), state, copy.deepcopy(self.truth)))
 
     def load(self) -> None:
-        """Go back to a checkpoint of this run, perhaps in the wrong order, or the weights alone."""
+        """Load an earlier checkpoint of this run, perhaps in the wrong order, or the weights alone."""
         if not self.saved:
             return
         saved = self.random.choice(self.saved)

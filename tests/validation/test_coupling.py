@@ -220,7 +220,7 @@ GATED: dict[str, Callable[[float, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("way", GATED)
 @pytest.mark.parametrize("asleep", [3, 100])
 def test_a_path_is_examined_when_its_first_gradient_arrives(way: str, asleep: int) -> None:
-    """The refusal comes before that batch is released. (Old paths are examined only now and then.)"""
+    """The error is raised before that batch is released. (Old paths are examined only now and then.)"""
     looking = IndependenceProbe()
     for _ in range(asleep):
         x, y = looking.mark(vectors())

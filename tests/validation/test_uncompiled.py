@@ -54,6 +54,7 @@ def layer_in_place() -> nn.Module:
 COMPILED = {"whole": whole, "in place": in_place, "a layer": inner, "a layer in place": layer_in_place}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled_step", [False, True])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_it_trains_like_the_model_inside(kind: str, is_compiled_step: bool) -> None:

@@ -1,16 +1,12 @@
 """Privacy accounting: from events to epsilon, delta and noise.
 
-Events are data (`clipwise.privacy.Event`). Accountants interpret them and refuse events that they cannot bound.
-Every figure is an upper bound:
+Events are data (`clipwise.privacy.Event`). Accountants interpret them, and refuse events that they cannot bound. Every
+figure is an upper bound:
 
 - `pld` (privacy loss distributions) is tight, and takes milliseconds to tenths of a second;
 - `rdp` (Renyi divergences) is looser, and takes microseconds per new step, for a live figure during training;
-- `zcdp` (zero-concentrated DP) and `gdp` (Gaussian DP, exact) are for steps that every unit takes part in;
+- `zcdp` and `gdp` (exact) are for steps that every unit takes part in;
 - `dp-accounting` is the PLD accountant of that library, a second opinion, without fixed-size batches.
-
-`search` bounds a hyper-parameter search, `Filter` a schedule that is chosen from released values, and `tradeoff` gives
-the best that an attacker can do. `central_limit` gives the Gaussian approximation of the f-DP literature, which is a
-diagnostic and no bound.
 
 A noise multiplier is always the standard deviation of the noise over the sensitivity under the given adjacency:
 std / C for a clipped sum under zero-out and add-remove, std / 2C under replace-one.
@@ -87,14 +83,11 @@ def epsilon(
         sampling: how batches are drawn: "poisson", "truncated-poisson", "fixed-size", "partition", "shuffled" or
             "full". The figure for "partition" holds only if each block is clipped as a whole, as `Batch` does.
         adjacency: "zero-out", "add-remove" or "replace-one"; by default that of the scheme.
-        unit: the unit of privacy: "record", "microbatch" or "user". It does not change the figure, because the
-            multiplier and the rate are those of the unit.
+        unit: "record", "microbatch" or "user". The multiplier and the rate are those of the unit.
         period: for "shuffled", the number of steps per epoch; sample_rate is then 1 / period.
         dataset_size: for "truncated-poisson", the number of units, or a bound on it.
-        max_batch_size: for "truncated-poisson", the most units per batch; by default large enough that truncation
-            costs nothing.
-        accountant: "pld" (tight), "rdp" (cheap), "zcdp" or "gdp" (without amplification), or "dp-accounting" (a
-            second opinion).
+        max_batch_size: for "truncated-poisson"; by default large enough that truncation costs nothing.
+        accountant: "pld" (tight), "rdp" (cheap), "zcdp" or "gdp" (without amplification), or "dp-accounting".
     """
     run = from_arguments.history(
         noise_multiplier,
@@ -118,8 +111,7 @@ def delta(*, epsilon: float, accountant: str = "pld", **run: Unpack[Run]) -> flo
 def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack[Steps]) -> float:
     """The smallest noise multiplier for which `steps` steps cost at most `epsilon` at `delta`.
 
-    It is rounded up by less than 0.1 percent and confirmed by the PLD accountant. The other arguments are those of
-    `epsilon`.
+    It is rounded up by less than 0.1 percent. The other arguments are those of `epsilon`.
     """
     return smallest_noise(from_arguments.event(**kind), steps, from_arguments.budget(epsilon), delta)
 
@@ -175,15 +167,14 @@ def search(
 ) -> float:
     """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
 
-    Computed by RDP. It holds if the number of runs is drawn in advance by `Repetitions(mean, shape).draw()` and kept
-    secret, and each run uses a candidate drawn at random from the same distribution.
+    It holds if the number of runs is drawn in advance by `Repetitions(mean, shape).draw()` and kept secret, and each
+    run uses a candidate drawn at random from the same distribution.
 
     Args:
         history: the releases of one run, of the most expensive candidate if they differ; or describe it by the
             arguments of `epsilon`.
         mean: the mean number of runs.
-        shape: 1 for a geometric number of runs, 0 for a logarithmic one, any number above -1 for a truncated
-            negative binomial one, infinity for a Poisson one.
+        shape: that of `Repetitions`.
         delta: the delta of the guarantee.
         run: the arguments of `epsilon`, without a history.
     """

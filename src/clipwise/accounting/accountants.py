@@ -1,8 +1,7 @@
 """Computes epsilon or delta of a history: composes it, calls an accountant, adds the cost of rare events.
 
-An accountant is a module with `epsilon(total, delta)` and `delta(total, epsilon)` on a `Composition`. It bounds
-all steps as if no batch had been truncated and no release had failed, or refuses them. To add one, write the module
-and list it in `ACCOUNTANTS`.
+An accountant is a module with `epsilon(total, delta)` and `delta(total, epsilon)` on a `Composition`, as if no batch
+had been truncated and no release had failed. To add one, write the module and list it in `ACCOUNTANTS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Inverts the accountants: the noise, the number of steps or the sampling rate for a budget.
 
-The accountant confirms every returned value. A privacy loss distribution takes up to 0.2 s, so a search starts at a
-guess and narrows its bracket by interpolation, which needs four to ten of them.
+The accountant confirms every returned value. A search starts at a guess and narrows its bracket by interpolation, so it
+needs four to ten of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ SMALLEST_RATE = 1e-9
 def smallest_noise(event: Event, steps: int, epsilon: float, delta: float, beside: Sequence[Entry] = ()) -> float:
     """The smallest noise multiplier with which `steps` events like `event` are (epsilon, delta)-private.
 
-    The noise multiplier of `event` itself does not matter. The releases in `beside`, also fixed in advance, are part of
-    the same guarantee.
+    The noise of `event` itself does not matter. The releases in `beside`, also fixed in advance, share the guarantee.
     """
     steps, delta = count("steps", steps), probability("delta", delta)
     epsilon = number("epsilon", epsilon, above=0)
@@ -55,8 +54,8 @@ def smallest_noise_after(
 ) -> float | None:
     """The smallest noise multiplier with which `steps` events like `event` fit into the budget left by a history.
 
-    It uses the Renyi filter at `order`, so the answer holds even if the run is planned after earlier releases were
-    seen. None if no noise is enough. The noise multiplier of `event` itself does not matter.
+    It uses the Renyi filter at `order`, so it holds even if the run is planned after earlier releases were seen. None
+    if no noise is enough.
     """
 
     def planned(z: float) -> Entry:
@@ -110,8 +109,7 @@ def largest_rate(
 ) -> float:
     """The largest sampling rate with which steps like `event` are (epsilon, delta)-private; raises if there is none.
 
-    Give `steps` for any rate, or `epochs`: a rate q then takes epochs / q steps. The rate of `event` itself does not
-    matter.
+    Give `steps` for any rate, or `epochs`: a rate q then takes epochs / q steps.
     """
     one_of("sampling", event.sampling, SEARCHABLE)
     epsilon, delta = budget(epsilon), probability("delta", delta)
@@ -153,13 +151,11 @@ def _least_noise(cost: Callable[[float], float], budget: float, start: float) ->
 
 
 def _up(value: float) -> float:
-    """Rounded up to a few digits."""
     places = DIGITS - 1 - math.floor(math.log10(value))
     return round(math.ceil(value * 10.0**places) * 10.0**-places, places)
 
 
 def _down(value: float) -> float:
-    """Rounded down to a few digits."""
     places = DIGITS - 1 - math.floor(math.log10(value))
     return round(math.floor(value * 10.0**places * (1 + 1e-12)) * 10.0**-places, places)
 
@@ -171,8 +167,8 @@ def _close(a: float, b: float) -> bool:
 def steps_within(history: Sequence[Entry], event: Event, epsilon: float, delta: float, at_most: int) -> int:
     """The largest number of further steps of `event` after `history` within (epsilon, delta), up to `at_most`; or 0.
 
-    The steps are counted as a separate entry. To continue a shuffled epoch that the last entry of `history` has
-    begun, leave that entry out and subtract its count from the answer.
+    The steps are a separate entry. To continue a shuffled epoch, leave out the entry that has begun it and subtract its
+    count.
     """
     epsilon, delta = number("epsilon", epsilon, least=0), probability("delta", delta)
     at_most = count("at_most", at_most)
@@ -248,8 +244,8 @@ def _around(
 ) -> tuple[Point | None, Point]:
     """A point within the budget and one beyond it, for a cost that falls as x grows.
 
-    Models the cost as a power x^-k, with k from the last two points, and steps slightly past its boundary. If the
-    point at `furthest` exceeds the budget, there is no point within it.
+    Models the cost as a power x^-k, with k from the last two points. If the point at `furthest` exceeds the budget,
+    there is no point within it.
     """
     good: Point | None = None
     power = 2.0

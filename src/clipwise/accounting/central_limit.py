@@ -37,10 +37,7 @@ class CentralLimit:
 
 
 def of(history: Sequence[Entry]) -> CentralLimit:
-    """The approximation of a history: mu^2 adds up. Truncation of batches is ignored.
-
-    Steps keep their own parameters, even where `compose` replaces them by worse ones, because this is no bound.
-    """
+    """The approximation of a history: mu^2 adds up. Truncation, and the rounding of `compose`, are left out."""
     total = compose(history)
     taken = [(amplified_step(entry.event), entry.count) for entry in history if entry.count]
     squares = [count * mu_of_step(step) ** 2 for step, count in taken if step is not None]

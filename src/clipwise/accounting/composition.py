@@ -5,12 +5,9 @@ Every scheme is reduced to one of two cases:
 - a Gaussian mechanism that every unit takes part in. All of those together are one Gaussian mechanism;
 - an amplified `Step`: the same mechanism on a random batch that a given unit may not be in.
 
-The noise multiplier of an event is always noise over the *actual* sensitivity under the event's own
-adjacency (2C for a clipped sum under replace-one), and so is the z of a `Step`.
-
-A schedule of many different steps is rounded to few kinds, each slightly worse than the true step. Less noise or a
-larger sampling rate can only cost more. So z is rounded down, and the rate up if there are many rates, which keeps the
-bound valid. 256 kinds are within half a percent for a schedule from z = 2 down to 0.8.
+A schedule of many different steps is rounded to few kinds. Less noise or a larger sampling rate can only cost more, so
+z is rounded down, and the rate up if there are many rates, which keeps the bound valid. 256 kinds are within half a
+percent for a schedule from z = 2 down to 0.8.
 """
 
 from __future__ import annotations
@@ -127,10 +124,7 @@ def require_one_guarantee(history: Sequence[Entry]) -> None:
 
 
 def amplified_step(event: Event) -> Step | None:
-    """The amplified step of an event, or None for a Gaussian mechanism that every unit is in.
-
-    It has the numbers of the event: `compose` replaces those that bounds cannot be computed with.
-    """
+    """The amplified step of an event, or None for a Gaussian mechanism that every unit is in."""
     if event.sampling not in AMPLIFICATION:
         names = ", ".join(repr(str(s)) for s in Sampling)
         raise UnsupportedEventError(f"No accountant bounds sampling={str(event.sampling)!r}: use one of {names}.")

@@ -1,7 +1,6 @@
 """The library dp-accounting, imported on first use, and its privacy loss distributions as an accountant.
 
-The accountant computes the same figure as pld.py with independent code: a second opinion. It is slower and does not
-support fixed-size batches. Training and the PLD accountant work without the library.
+It computes the same figure as pld.py with independent code, is slower, and does not support fixed-size batches.
 """
 
 from __future__ import annotations
@@ -35,15 +34,11 @@ def load(module: str) -> Any:
 def without_warnings() -> Iterator[None]:
     """Drop the library's log messages in this block, which are harmless here."""
     logger = logging.getLogger("absl")
-
-    def drop(record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(drop)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.removeFilter(drop)
+        logger.disabled = before
 
 
 def epsilon(total: Composition, delta: float) -> float:

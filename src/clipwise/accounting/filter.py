@@ -1,8 +1,8 @@
 """A privacy budget for schedules that are chosen during the run, from earlier releases.
 
 Accountants need multipliers and rates that were fixed in advance. If they are chosen from released values, the
-spending is itself random, and summing it afterwards is no bound. A filter gives a bound: it decides before each step
-whether that step may be made.
+spending is itself random, and summing it afterwards is no bound. A filter decides before each step whether it may be
+made.
 """
 
 from __future__ import annotations
@@ -57,10 +57,8 @@ class Filter:
         self._conversion = rdp.conversion(self.delta * (1 - FOR_CUTS) if cuts else self.delta)
         self._most_excess = self.delta * FOR_CUTS / 2 * math.exp(-self.epsilon) if cuts else 0.0
         self._place = _place_of(order) if plan is None else self._best_for(plan)
-        self._closed: list[Entry] = []
-        self._divergence = 0.0  # divergence of the closed entries
-        self._open: Entry | None = None  # the last entry, which grows while steps are alike, as in a ledger
-        self._excess = 0.0
+        self.history: list[Entry] = []  # the charged events, run-length coded
+        self._is_open = False  # whether the last entry grows while steps are alike, as in a ledger
 
     @property
     def order(self) -> float:
@@ -68,30 +66,24 @@ class Filter:
         return float(rdp.ORDERS[self._place])
 
     @property
-    def history(self) -> list[Entry]:
-        """The charged events, run-length coded."""
-        return [*self._closed, *([] if self._open is None else [self._open])]
-
-    @property
     def spent(self) -> float:
         """The budget epsilon that the charged events would use up."""
-        return max(0.0, self._epsilon(self._divergence, self._open)) if self.history else 0.0
+        return max(0.0, self._epsilon(self.history)) if self.history else 0.0
 
     def allows(self, event: Event, count: int = 1) -> bool:
         """Whether `count` steps of `event` still fit. Charges nothing."""
-        divergence, entry = self._after(event, checked_count("count", count, least=1))
-        return self._epsilon(divergence, entry) <= self.epsilon and self._cuts(event, count) <= self._most_excess
+        after = self._after(event, count)
+        # A release that fails costs less than a truncated batch, (1 + e^epsilon) X, and counts as one.
+        excess = math.fsum(entry.count * entry.event.excess for entry in after) * (1 + 2.0**-50)
+        return self._epsilon(after) <= self.epsilon and excess <= self._most_excess
 
     def restart(self) -> None:
         """Close the last entry, after a new noise key or another run, so that later steps are not merged with it.
 
-        Call it wherever a shuffled epoch may have been interrupted: each stretch of `count` steps between two restarts
-        costs ceil(count / period) passes.
+        Call it wherever a shuffled epoch may have been interrupted: each stretch of steps costs ceil(count / period)
+        passes.
         """
-        if self._open is not None:
-            self._divergence = self._with_open()
-            self._closed.append(self._open)
-            self._open = None
+        self._is_open = False
 
     def charge(self, event: Event, count: int = 1) -> None:
         """Count `count` steps of `event`, before they are made.
@@ -110,10 +102,7 @@ class Filter:
                 f"The step would exceed epsilon={self.epsilon:g} at delta={self.delta:g}: do not make it. A step "
                 "with more noise or a smaller rate may still fit."
             )
-        divergence, entry = self._after(event, count)
-        if self._open is not None and self._open.event != event:
-            self._closed.append(self._open)
-        self._divergence, self._open, self._excess = divergence, entry, self._cuts(event, count)
+        self.history, self._is_open = self._after(event, count), True
 
     def _best_for(self, plan: Sequence[Entry]) -> int:
         """The index of the order at which most repetitions of the plan fit."""
@@ -122,36 +111,24 @@ class Filter:
             raise ConfigurationError("plan must hold at least one step, and every step needs noise.")
         return int(np.argmax((self.epsilon - self._conversion) / divergences))
 
-    def _after(self, event: Event, count: int) -> tuple[float, Entry]:
-        """The divergence of the closed entries, rounded up, and the open entry, after `count` steps of `event`."""
-        further = Entry(event, count)
-        if self._open is not None and self._open.event == event:
-            return self._divergence, Entry(event, self._open.count + count)
+    def _after(self, event: Event, count: int) -> list[Entry]:
+        further = Entry(event, checked_count("count", count, least=1))
         require_one_guarantee([*self.history[-1:], further])
-        return self._with_open(), further
+        if self._is_open and self.history[-1].event == event:
+            return [*self.history[:-1], Entry(event, self.history[-1].count + further.count)]
+        return [*self.history, further]
 
-    def _with_open(self) -> float:
-        if self._open is None:
-            return self._divergence
-        return math.nextafter(self._divergence + divergence_at(self.order, self._open), math.inf)
-
-    def _epsilon(self, divergence: float, entry: Entry | None) -> float:
-        total = divergence + (0.0 if entry is None else divergence_at(self.order, entry))
+    def _epsilon(self, history: Sequence[Entry]) -> float:
+        total = math.fsum(divergence_at(self.order, entry) for entry in history)
         return total * (1 + rdp.SLACK) + float(self._conversion[self._place])
-
-    def _cuts(self, event: Event, count: int) -> float:
-        # A release that fails costs less than a truncated batch, (1 + e^epsilon) X, and counts as one.
-        if event.excess == 0:
-            return self._excess
-        return (self._excess + count * event.excess) * (1 + 2.0**-50)
 
 
 def epsilon_at(order: float, history: Sequence[Entry], delta: float, *, budget: float | None = None) -> float:
     """The epsilon of a filter at this order that a history has used up, with 0.1% of delta kept for rare events.
 
-    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. Entries
-    are not merged. The cost of truncation is bounded at `budget`, the epsilon that must not be exceeded, if given;
-    infinity if batches are truncated, or releases fail, more often than the kept share of delta allows.
+    It holds for steps that were chosen from earlier releases, if `order` was fixed before the first of them. The cost
+    of truncation is bounded at `budget`, the epsilon that must not be exceeded, if given; infinity if rare events are
+    more probable than the kept share of delta allows.
     """
     total = compose(history)
     if total.is_empty:
@@ -168,6 +145,7 @@ def conversion_at(order: float, delta: float) -> float:
     return float(rdp.conversion(delta * (1 - FOR_CUTS))[_place_of(order)])
 
 
+@lru_cache(maxsize=4096)
 def divergence_at(order: float, entry: Entry) -> float:
     """The Renyi divergence of an entry, rounded up."""
     return float(rdp.divergences(compose([entry]))[_place_of(order)])

@@ -133,7 +133,7 @@ def _with_fewer_values(multipliers: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _excess(scheme: Sampling, rate: float, dataset_size: Any, max_batch_size: Any) -> float:
-    """The probability that a batch is truncated. The number of units and the limit matter only for this."""
+    """The probability that a batch is truncated."""
     if scheme is not Sampling.TRUNCATED_POISSON:
         if max_batch_size is not None:
             refuse("max_batch_size", max_batch_size, "left out unless sampling is 'truncated-poisson'")

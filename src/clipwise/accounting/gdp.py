@@ -1,7 +1,6 @@
 """Gaussian differential privacy, for releases that every unit takes part in, where it is exact.
 
-They compose to one Gaussian mechanism with mu = sqrt(sum_i (sensitivity_i / noise_i)^2), which has closed forms of
-epsilon and delta. Amplified steps do not compose to a Gaussian mechanism and are refused.
+They compose to one Gaussian mechanism with mu = sqrt(sum_i (sensitivity_i / noise_i)^2). Amplified steps are refused.
 """
 
 from __future__ import annotations

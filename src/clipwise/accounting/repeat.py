@@ -1,6 +1,6 @@
 """The cost of a hyper-parameter search: many runs on the same data, of which only the best is released.
 
-Releasing the best of a fixed number K of runs costs up to K times a run. With a *random* number of runs it
+Releasing the best of a fixed number K of runs costs up to K times as much as one run. With a *random* number of runs it
 costs little more than one (Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy",
 2022), if
 
@@ -124,8 +124,8 @@ class Repetitions:
 def epsilon(total: Composition, delta: float, repetitions: Repetitions) -> float:
     """An upper bound on epsilon at delta of a search in which every run costs `total`.
 
-    Batches are truncated, or releases fail, in any of the runs with probability at most E[K] X. Which run is released
-    depends on all of them, so a failure counts like a truncation: it may change the release of either data set.
+    In any of the runs, batches are truncated or releases fail with probability at most E[K] X. Which run is released
+    depends on all of them, so a failure counts like a truncation.
     """
     if total.is_empty:
         return 0.0

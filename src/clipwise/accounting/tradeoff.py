@@ -4,15 +4,12 @@ f(alpha) is the least false-negative rate of a test with false-positive rate alp
 differential privacy", 2022). f(alpha) = 1 - alpha is a random guess, f = 0 is no privacy. Every `Tradeoff` is a lower
 bound on the true curve.
 
-A guarantee covers both orders of the neighbours. Under Poisson sampling the two orders have different curves,
-f for "the unit was added" and its inverse for "the unit was removed". The curve that holds for both is the largest
-trade-off function below both, the convex hull of the lower of the two; it is the curve of delta(epsilon), the
-larger of both orders' deltas. Every `Tradeoff` is such a curve: exchanging false positives and false negatives does not
-change it.
+Under Poisson sampling the two orders of the neighbours have different curves, f and its inverse. The curve that holds
+for both is the convex hull of the lower of the two, the curve of delta(epsilon), the larger of both orders' deltas. So
+every `Tradeoff` is symmetric in false positives and false negatives.
 
-Every pair (epsilon, delta) is a line below the curve. `refined` chooses the epsilons at which to compute
-delta(epsilon). Any choice gives a bound; this one gives a tight bound from few points. `crossings` finds the corners of
-the maximum of the lines.
+Every pair (epsilon, delta) is a line below the curve. `refined` chooses the epsilons at which to compute delta; any
+choice gives a bound. `crossings` finds the corners of the maximum of the lines.
 """
 
 from __future__ import annotations
@@ -73,11 +70,7 @@ def refined(profile: Callable[[Array], Array]) -> tuple[Array, Array]:
 
 
 def lower_hull(x: Array, y: Array) -> tuple[Array, Array]:
-    """The corners of the lower convex hull of points, from the smallest x to the largest.
-
-    Points are processed by rising x. A corner that is not below the line from its predecessor to the next point
-    is dropped, and so on backwards.
-    """
+    """The corners of the lower convex hull of points, from the smallest x to the largest."""
     order = np.lexsort((y, x))
     corners: list[tuple[float, float]] = []
     for point in zip(x[order].tolist(), y[order].tolist(), strict=True):
@@ -91,7 +84,7 @@ def lower_hull(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Whether b lies below the line from a to c: compares the slopes of a-b and b-c."""
+    """Whether b lies below the line from a to c."""
     return (b[1] - a[1]) * (c[0] - b[0]) < (c[1] - b[1]) * (b[0] - a[0])
 
 
@@ -256,9 +249,9 @@ class Tradeoff:
 
 
 def of(history: Sequence[Entry]) -> Tradeoff:
-    """The trade-off function of a whole history, for both orders, by the PLD accountant.
+    """The trade-off function of a whole history, for both orders, by the PLD accountant: a lower bound, within 1e-3.
 
-    It is a lower bound, within 1e-3. Perfect privacy for an empty history; none if a release had no noise.
+    Perfect privacy for an empty history; none if a release had no noise.
     """
     total = compose(history)
     if math.isinf(total.unamplified_mu):
@@ -280,7 +273,6 @@ def _profile(total: Composition, epsilons: Array) -> Array:
 
 
 def _checked_profile(epsilons: Any, deltas: Any) -> tuple[Array, Array]:
-    """Epsilons >= 0 and as many deltas in [0, 1], sorted by epsilon."""
     e, d = np.atleast_1d(np.asarray(epsilons, np.float64)), np.atleast_1d(np.asarray(deltas, np.float64))
     if e.ndim != 1 or e.shape != d.shape or not len(e):
         raise ConfigurationError("epsilons and deltas must be sequences of the same length.")

@@ -57,8 +57,8 @@ def excess(dataset_size: int, sample_rate: float, limit: int) -> float:
 def default_limit(dataset_size: int, sample_rate: float) -> int:
     """The smallest limit that is exceeded with probability at most NEGLIGIBLE, by Chernoff's bound.
 
-    It is about 9.5 standard deviations above the mean. A lower limit would cost privacy: 6 standard deviations are
-    exceeded once in 10^8 steps, which is too often for 10^4 steps at delta = 1e-5.
+    It is about 9.5 standard deviations above the mean. 6 would be exceeded once in 10^8 steps: too often at delta =
+    1e-5.
     """
     low, high = math.floor(dataset_size * sample_rate), dataset_size  # exceeded too often; never exceeded
     while high - low > 1:

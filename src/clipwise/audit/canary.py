@@ -55,14 +55,11 @@ def canary(
     The attacker is the one of the guarantee: it sees every release and knows the model, the data and the canary, but
     neither the noise nor the sampled batches. Each run uses the whole engine.
 
-    The bounds hold jointly with probability `confidence`:
-
-    - mu, from the accuracy of the guess at log-likelihood ratio 0. With as many runs "in" as "out",
-      TPR + TNR <= 2 Phi(mu / 2), and the upper tail of the number of right guesses is at most that of a binomial
-      with this mean (Hoeffding 1956), which gives a Clopper-Pearson bound.
-    - epsilon, from Clopper-Pearson bounds on both error rates at each of a few thresholds fixed in advance.
-
-    The claim is ruled out if either bound exceeds what its trade-off curve allows.
+    mu is bounded from the accuracy of the guess at log-likelihood ratio 0: with as many runs "in" as "out",
+    TPR + TNR <= 2 Phi(mu / 2), and the upper tail of the number of right guesses is at most that of a binomial with
+    this mean (Hoeffding 1956), which gives a Clopper-Pearson bound. epsilon is bounded from Clopper-Pearson bounds on
+    both error rates at a few thresholds fixed in advance. The claim is ruled out if either exceeds what its trade-off
+    curve allows.
 
     Args:
         make_run: as in `neighbours`.
@@ -82,9 +79,7 @@ def canary(
     """
     one_of("kind", kind, KINDS)
     if (kind == "record") != (planted is not None):
-        raise ConfigurationError(
-            "planted goes with kind='record' only, and kind='record' needs it: give both or neither."
-        )
+        raise ConfigurationError("planted is for kind='record' only, which requires it: give both or neither.")
     if kind != "dirac" and loss is None:
         raise ConfigurationError(f"kind={kind!r} needs loss=: loss(model, *batch) returns one loss per example.")
     whole("runs", runs, least=least_runs(kind))
@@ -104,7 +99,12 @@ def canary(
     inside_scores, outside_scores = worlds.scores(runs)
     claim = Claim(worlds.history(), worlds.watches[0].delta if delta is None else delta)
     if kind != "dirac":
-        inside_scores, outside_scores = _after_pilots(inside_scores, outside_scores)
+        # Log-likelihood ratios of two normal distributions, fitted to the first runs, which are then dropped.
+        pilots = max(_PILOTS, int(_PILOT_SHARE * len(inside_scores)))
+        ours, theirs = inside_scores[:pilots], outside_scores[:pilots]
+        spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
+        middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
+        inside_scores, outside_scores = ((s[pilots:] - middle) * slope for s in (inside_scores, outside_scores))
     return AuditReport(claim, measured(f"{kind} canary", runs, inside_scores, outside_scores, claim, confidence))
 
 
@@ -190,15 +190,6 @@ class _Worlds:
         data = self.outside if is_replaced and not is_inside else self.inside
         self._histories.append(watch.trained(self.make_run, data, self.seed))
         self.watches.append(watch)
-
-
-def _after_pilots(inside: Array, outside: Array) -> tuple[Array, Array]:
-    """Log-likelihood ratios of two normal distributions, fitted to the first runs, which are then dropped."""
-    pilots = max(_PILOTS, int(_PILOT_SHARE * len(inside)))
-    ours, theirs = inside[:pilots], outside[:pilots]
-    spread = max(float(np.std(np.concatenate([ours - ours.mean(), theirs - theirs.mean()]))), 1e-12)
-    middle, slope = (ours.mean() + theirs.mean()) / 2, (ours.mean() - theirs.mean()) / spread**2
-    return (inside[pilots:] - middle) * slope, (outside[pilots:] - middle) * slope
 
 
 # The share of the m canaries that are guessed, those with the clearest scores. Fixed in advance.

@@ -61,12 +61,12 @@ def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = R
 
 
 def loss_threshold(member_losses: Array, other_losses: Array) -> Membership:
-    """Attack that calls records with a small loss members."""
+    """Attack that classifies records with a small loss as members."""
     return curve("loss threshold", -np.asarray(member_losses), -np.asarray(other_losses))
 
 
 def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> Membership:
-    """Attack that calls a record a member if its loss is likelier under models trained on it than under the others.
+    """Attack that classifies a record as a member if its loss is likelier under models trained on it than under others.
 
     The losses of a record under the other models, with it and without it, are modelled as two normal distributions
     with a spread shared by all records, because there are few models per record. The score is the log-likelihood
@@ -82,15 +82,14 @@ def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> 
     usable_N = (member.sum(0) >= 2) & ((~member).sum(0) >= 2)
     if not usable_N.any():
         raise ConfigurationError("models: too few to estimate the loss of a record with it and without it; give more.")
-    means = [np.where(side, losses, 0).sum(0) / np.maximum(side.sum(0), 1) for side in (member, ~member)]
-    spreads = []
-    for side, mean_N in zip((member, ~member), means, strict=True):
+    log_densities = []
+    for side in (member, ~member):
+        mean_N = np.where(side, losses, 0).sum(0) / np.maximum(side.sum(0), 1)
         residual = np.where(side, losses - mean_N, 0.0)[:, usable_N]
         freedom = side[:, usable_N].sum() - usable_N.sum()
-        spreads.append(max(float(np.sqrt((residual**2).sum() / max(freedom, 1))), 1e-12))
-    score_N = _log_normal(losses_MN[target], means[0], spreads[0]) - _log_normal(
-        losses_MN[target], means[1], spreads[1]
-    )
+        spread = max(float(np.sqrt((residual**2).sum() / max(freedom, 1))), 1e-12)
+        log_densities.append(-0.5 * ((losses_MN[target] - mean_N) / spread) ** 2 - math.log(spread))
+    score_N = log_densities[0] - log_densities[1]
     is_member_N = is_member_MN[target]
     return curve("likelihood ratio", score_N[usable_N & is_member_N], score_N[usable_N & ~is_member_N])
 
@@ -114,7 +113,10 @@ def membership(
     for number in range(models):
         half = _Half(NoiseKey.from_seed(seed, f"clipwise.membership/{number}".encode()), is_member_MN[number])
         run = train(make_run, dataset, half, seed + number)
-        losses_MN[number] = _losses_of_all(run, loss, len(dataset))
+        pieces = np.array_split(np.arange(len(dataset)), -(-len(dataset) // 256))
+        with evaluating(run.model), torch.no_grad():
+            found = [loss(run.model, *run.loader.fetcher[piece]).double().numpy(force=True) for piece in pieces]
+        losses_MN[number] = np.concatenate(found)
     target = is_member_MN[0]
     return (loss_threshold(losses_MN[0][target], losses_MN[0][~target]), likelihood_ratio(losses_MN, is_member_MN))
 
@@ -136,14 +138,3 @@ class _Half(RunWatch):
 
     def kept(self, run: StepContext, drawn: Indices) -> Indices:
         return drawn[self._is_member_N[drawn]]
-
-
-def _losses_of_all(run: StepContext, loss: Callable[..., Tensor], records: int) -> Array:
-    with evaluating(run.model), torch.no_grad():
-        pieces = np.array_split(np.arange(records), -(-records // 256))
-        found = [loss(run.model, *run.loader.fetcher[piece]).double().numpy(force=True) for piece in pieces]
-    return np.concatenate(found)
-
-
-def _log_normal(x: Array, mean: Array, spread: float) -> Array:
-    return -0.5 * ((x - mean) / spread) ** 2 - math.log(spread)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,16 +42,11 @@ def neighbours(
     """Check on neighbouring data sets that a run releases what it declares, and nothing else.
 
     It makes two runs that differ in one unit. The second uses the released values of the first, so that both have
-    the same parameters at every step. The checks at every step are:
-
-    - each part of the sum changes by at most its declared sensitivity;
-    - all parts together change by at most 1 / z standard deviations of their noise, with z of the charged event;
-    - events, parts, number of steps, parameters and buffers are identical;
-    - the noise is the same for the same key, and has the declared standard deviation.
-
-    The checks of the whole run are: no noise is used twice, `state_dict()` contains no secret, and batches that are
-    charged as Poisson do not look like epochs. The audit is cheap and deterministic for a given seed. It is a test
-    and no proof: it finds only what the tried records reveal.
+    the same parameters at every step. At every step each part of the sum may change by its declared sensitivity, and
+    all parts together by 1 / z standard deviations of their noise, with z of the charged event. Events, parts,
+    parameters, buffers and noise must be identical. The noise must have the declared standard deviation and be used
+    once, `state_dict()` must contain no secret, and batches charged as Poisson must not look like epochs. The audit is
+    cheap and deterministic for a given seed. It is a test and no proof: it finds only what the tried records reveal.
 
     Under zero-out the unit is left out of every batch; under replace-one the next record replaces it.
 
@@ -118,12 +114,8 @@ def _pair(
 def _compare(ours: Sequence[Release], theirs: Sequence[Release]) -> Iterator[Finding]:
     """Forbidden differences between a run and its replayed neighbour."""
     if len(ours) != len(theirs):
-        yield Finding(
-            0,
-            "control flow",
-            f"one data set makes {len(ours)} releases and its neighbour {len(theirs)}: the number of steps "
-            "must not depend on the data.",
-        )
+        counts = f"one data set makes {len(ours)} releases and its neighbour {len(theirs)}"
+        yield Finding(0, "control flow", f"{counts}: the number of steps must not depend on the data.")
     for number, (one, other) in enumerate(zip(ours, theirs, strict=False), start=1):
         found = [*_control_flow(number, one, other), *_states(number, one.state, other.state)]
         yield from found
@@ -135,7 +127,8 @@ def _compare(ours: Sequence[Release], theirs: Sequence[Release]) -> Iterator[Fin
 
 def _movement(one: Release, other: Release) -> float:
     """The change of a release by one unit, in units of its noise: sqrt(sum_k (|difference_k| / s_k)^2)."""
-    return math.hypot(*(_over(d, part.noise_std) for part, d in _differences(one, other)))
+    moved = ((d, part.noise_std) for part, d in _differences(one, other))
+    return math.hypot(*(d / std if std > 0 else (math.inf if d > 0 else 0.0) for d, std in moved))
 
 
 def _allowed(release: Release) -> float:
@@ -145,6 +138,7 @@ def _allowed(release: Release) -> float:
 
 
 def _control_flow(number: int, one: Release, other: Release) -> Iterator[Finding]:
+    reason = "although both saw the same releases: they depend on something else that was learned from the data."
     for name, a, b in (
         ("event", one.event, other.event),
         ("parts", one.parts, other.parts),
@@ -152,43 +146,30 @@ def _control_flow(number: int, one: Release, other: Release) -> Iterator[Finding
         ("released values", sorted(one.sums), sorted(other.sums)),
     ):
         if a != b:
-            yield Finding(
-                number,
-                "control flow",
-                f"the {name} of neighbouring runs differ although both saw the same releases: they depend on something "
-                "else that was learned from the data.",
-            )
+            yield Finding(number, "control flow", f"the {name} of neighbouring runs differ {reason}")
 
 
 def _states(number: int, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Iterator[Finding]:
+    reason = (
+        "although both saw the same releases: data reached it without noise. Keep no statistics of private data, and "
+        "change parameters only by released values."
+    )
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other or not _same(one[name], other[name]):
-            yield Finding(
-                number,
-                "state",
-                f"{name!r} differs between neighbouring runs although both saw the same releases: data reached it "
-                "without noise. Keep no statistics of private data, and change parameters only by released values.",
-            )
+            yield Finding(number, "state", f"{name!r} differs between neighbouring runs {reason}")
 
 
 def _movements(number: int, one: Release, other: Release) -> Iterator[Finding]:
     slack = 1 + _ROUNDING + _UNIT * max(len(one.drawn), len(other.drawn), 1)
     for part, moved in _differences(one, other):
         if not moved <= part.sensitivity * slack:  # a value that is not finite exceeds the bound
-            yield Finding(
-                number,
-                "sensitivity",
-                f"one unit changes the sum of part {part.name!r} by {moved / part.sensitivity:.4g} times its declared "
-                "sensitivity.",
-            )
+            times = f"{moved / part.sensitivity:.4g} times its declared sensitivity"
+            yield Finding(number, "sensitivity", f"one unit changes the sum of part {part.name!r} by {times}.")
     joint = _movement(one, other)
     if not joint <= _allowed(one) * slack:
-        yield Finding(
-            number,
-            "joint",
-            f"one unit changes all parts together by {joint:.4g} standard deviations, and the charged event "
-            f"(noise multiplier {one.event.noise_multiplier:.4g}) allows {_allowed(one):.4g}.",
-        )
+        allowed = f"(noise multiplier {one.event.noise_multiplier:.4g}) allows {_allowed(one):.4g}"
+        moved_by = f"one unit changes all parts together by {joint:.4g} standard deviations"
+        yield Finding(number, "joint", f"{moved_by}, and the charged event {allowed}.")
 
 
 def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
@@ -199,12 +180,8 @@ def _noise(number: int, one: Release, other: Release) -> Iterator[Finding]:
         # Released values are rounded to their own precision.
         rounding = 16 * _UNIT * max(float(one.sums[name].abs().max()), float(other.sums[name].abs().max()), 0.0)
         if mine.numel() and float((mine - theirs[name]).abs().max()) > _SAME_NOISE * stds[name] + rounding:
-            yield Finding(
-                number,
-                "divisor",
-                f"with the same key the noise on {name!r} differs between neighbours: the noise, or the divisor of the "
-                "sum, depends on the data (on the realised batch size, for instance).",
-            )
+            reason = "the noise, or the divisor of the sum, depends on the data (on the batch size, say)"
+            yield Finding(number, "divisor", f"with the same key the noise on {name!r} differs: {reason}.")
 
 
 def _differences(one: Release, other: Release) -> Iterator[tuple[Part, float]]:
@@ -214,10 +191,6 @@ def _differences(one: Release, other: Release) -> Iterator[tuple[Part, float]]:
             for name, m in entries(part)
         )
         yield part, math.sqrt(squares) if math.isfinite(squares) else math.inf
-
-
-def _over(moved: float, std: float) -> float:
-    return moved / std if std > 0 else (math.inf if moved > 0 else 0.0)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -235,23 +208,19 @@ def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
     for number, release in enumerate(releases, start=1):
         z, joint = release.event.noise_multiplier, _joint_multiplier(release.parts)
         if z > 0 and joint < z * (1 - 1e-6):
-            yield Finding(
-                number,
-                "joint",
-                f"the parts together have a noise multiplier of {joint:.4g} and {z:.4g} is charged: K parts of one "
-                "sample need sqrt(K) times the noise each.",
-            )
+            needed = f"{z:.4g} is charged: K parts of one sample need sqrt(K) times the noise each"
+            yield Finding(number, "joint", f"the parts together have a noise multiplier of {joint:.4g} and {needed}.")
             break
-    squares: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    squares: defaultdict[str, float] = defaultdict(float)
+    counts: defaultdict[str, int] = defaultdict(int)
     for release in releases:
         noise = release.noise()
         for part in release.parts:
             for name, _ in entries(part) if part.noise_std > 0 else ():
                 square = float((noise[name] / part.noise_std).square().sum())
                 for what in (f"{name!r}", f"part {part.name!r}"):
-                    squares[what] = squares.get(what, 0.0) + square
-                    counts[what] = counts.get(what, 0) + noise[name].numel()
+                    squares[what] += square
+                    counts[what] += noise[name].numel()
     for what, square in squares.items():
         if counts[what] and stats.chi2.cdf(square, counts[what]) < CHANCE:
             share = math.sqrt(square / counts[what])
@@ -260,12 +229,16 @@ def of_noise(releases: Sequence[Release]) -> Iterator[Finding]:
 
 def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
     """Check that no noise is used twice. The same noise on two sums reveals their difference."""
+
+    def in_memory(noise: Tensor, released: Tensor) -> Tensor:
+        """Numbers in the order of the memory of the released tensor, in which they were drawn."""
+        return noise.permute(sorted(range(noise.dim()), key=released.stride, reverse=True)).flatten()
+
     names, rows = [], []
     for number, release in enumerate(releases, start=1):
         noise = release.noise()
         for part in release.parts:
-            drawn = [_in_memory(noise[name], release.values[name]) for name, _ in entries(part)]
-            values = torch.cat(drawn)[:_PREFIX]
+            values = torch.cat([in_memory(noise[name], release.values[name]) for name, _ in entries(part)])[:_PREFIX]
             if part.noise_std > 0 and len(values) == _PREFIX:
                 names.append((number, part.name))
                 rows.append((values / values.norm()).numpy(force=True))
@@ -275,17 +248,8 @@ def of_streams(releases: Sequence[Release]) -> Iterator[Finding]:
     later, earlier = np.unravel_index(int(cosines.argmax()), cosines.shape)
     if cosines[later, earlier] > _ALIKE:
         (a, one), (b, other) = names[earlier], names[later]
-        yield Finding(
-            b,
-            "key",
-            f"the noise on part {other!r} is that of step {a} on part {one!r}: a key was used twice, and the "
-            "difference of two releases has no noise.",
-        )
-
-
-def _in_memory(noise: Tensor, released: Tensor) -> Tensor:
-    """Numbers in the order of the memory of the released tensor, in which they were drawn."""
-    return noise.permute(sorted(range(noise.dim()), key=released.stride, reverse=True)).flatten()
+        twice = "a key was used twice, and the difference of two releases has no noise"
+        yield Finding(b, "key", f"the noise on part {other!r} is that of step {a} on part {one!r}: {twice}.")
 
 
 def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding]:
@@ -299,41 +263,31 @@ def of_draws(releases: Sequence[Release], dataset_size: int) -> Iterator[Finding
         yield Finding(0, "sampling", f"records are drawn more often than at the charged rate {rate:.4g}.")
     taken = np.bincount(np.concatenate([np.asarray(d, np.int64) for d in draws]), minlength=dataset_size)
     if len(set(taken.tolist())) == 1 and _chance_of_one_value(T, rate, dataset_size) < CHANCE:
-        yield Finding(
-            0,
-            "sampling",
-            f"every record takes part exactly {taken[0]} times in {T} steps, as in shuffled epochs, and Poisson "
-            "sampling is charged: there is no amplification.",
-        )
+        epochs = f"every record takes part exactly {taken[0]} times in {T} steps, as in shuffled epochs"
+        yield Finding(0, "sampling", f"{epochs}, and Poisson sampling is charged: there is no amplification.")
     if len({len(d) for d in draws}) == 1 and _chance_of_one_value(dataset_size, rate, T) < CHANCE:
-        yield Finding(
-            0, "sampling", f"all of {T} batches have one size, and Poisson sampling is charged: their size is random."
-        )
+        fixed = f"all of {T} batches have one size, and Poisson sampling is charged"
+        yield Finding(0, "sampling", f"{fixed}: their size is random.")
 
 
 def of_secrets(state: Mapping[str, Any], key: NoiseKey, steps: int) -> Iterator[Finding]:
     """Check that `state_dict()` contains no secret of the run, as bytes or as hex, of any step."""
+
+    def without_graphs(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach()
+        return {k: without_graphs(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
     file = io.BytesIO()
-    torch.save(_without_graphs(state), file)
+    torch.save(without_graphs(state), file)
     content = file.getvalue()
     for step in range(steps + 1):
         secret = key.secret_bytes()
         if secret in content or secret.hex().encode() in content:
-            yield Finding(
-                step,
-                "key",
-                "the secret of the noise is in what state_dict() returns: a reader of it can remove the noise.",
-            )
+            held = "the secret of the noise is in what state_dict() returns"
+            yield Finding(step, "key", f"{held}: a reader of it can remove the noise.")
             return
         key.advance()
-
-
-def _without_graphs(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {k: _without_graphs(v) for k, v in value.items()}
-    return value
 
 
 def _joint_multiplier(parts: Sequence[Part]) -> float:

@@ -1,18 +1,15 @@
 """Canaries: records that an attacker plants, and their scores in the releases.
 
 A *Dirac* canary is the worst-case record: its gradient is one huge entry in each part of the release, which is clipped
-to the full bound. It passes through the real clipping, because its loss is replaced by a multiple of those parameters.
-All other records have no gradient, which is the data set that an attacker would choose: it looks at that entry alone.
-With z the joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and
-N(1 / z, 1) with it. The log-likelihood ratios of all releases add up.
+to the full bound. Its loss is a multiple of those entries, and all other records have no gradient. With z the
+joint noise multiplier, the entries of all parts combine to a number x that is N(0, 1) without the canary and N(1/z, 1)
+with it. The log-likelihood ratios of all releases add up.
 
 The "out" world follows the adjacency: no record under zero-out, a canary of the opposite sign under replace-one. If
 whole microbatches are clipped, all other records have the opposite gradient, and the canary flips the clipped mean.
 
-`Recorder` records the releases of a run, so that a second run can replay them. After the first step the parameters of
-two neighbouring runs differ, so their later sums would not be comparable. Therefore the second run computes its own
-sums, and then uses the released values of the first run instead of its own. Both runs have the same parameters at every
-step, as in the definition of adaptive composition.
+`Recorder` records the releases of a run. A second run computes its own sums and then uses those releases instead of its
+own, so that both have the same parameters at every step, as in the definition of adaptive composition.
 """
 
 from __future__ import annotations
@@ -232,11 +229,14 @@ class Dirac(Planted):
             )
         if run.strategy.is_coupled and len(self.records) > 1:
             raise ConfigurationError("If whole microbatches are clipped, there is one canary per run: use canary().")
-        self._places = {
-            part.name: _entries_for(len(self.records), self._home(part, run), run)
-            for part in run.current_parts()
-            if part.parameters
-        }
+        for part in run.current_parts():
+            if part.parameters:
+                name, canaries = self._home(part, run), len(self.records)
+                if (size := run.parameters[name].numel()) < canaries:
+                    raise ConfigurationError(
+                        f"{canaries} canaries need as many entries, and {name!r} has {size}: give fewer canaries."
+                    )
+                self._places[part.name] = torch.arange(canaries) * (size // canaries)
         return key
 
     def _home(self, part: Part, run: StepContext) -> str:
@@ -254,22 +254,19 @@ class Dirac(Planted):
             weight_B = np.where(is_canary_B, weight_B, -_OPPOSED)
         if not len(weight_B):
             return losses
-        return self._with_canaries(run, losses, torch.from_numpy(canary_B), torch.from_numpy(weight_B))
-
-    def _with_canaries(self, run: StepContext, losses: Tensor, canary_B: Tensor, weight_B: Tensor) -> Tensor:
-        """Replace the loss of each canary by a multiple of its own entries."""
+        # The loss of each canary becomes a multiple of its own entries.
         own_B: Tensor | float = 0.0
         for part in run.current_parts():
             if part.name in self._places:
                 name = self._home(part, run)
                 p = run.parameters[name]
                 loud = _LOUD * part.sensitivity / dict(entries(part))[name]
-                own_B = own_B + loud * _picked(p, self._places[part.name][canary_B].to(p.device))
-        weight_B = weight_B.to(losses.device, losses.dtype)
-        own_B = weight_B * own_B
+                own_B = own_B + loud * _picked(p, self._places[part.name][torch.from_numpy(canary_B)].to(p.device))
+        weights = torch.from_numpy(weight_B).to(losses.device, losses.dtype)
+        own_B = weights * own_B
         if losses.dim() == 0:  # of a microbatch as a whole
             return 0 * losses + own_B.mean()
-        return losses.masked_fill(torch.ones_like(weight_B, dtype=torch.bool), 0) + own_B  # keeps the graph
+        return losses.masked_fill(torch.ones_like(weights, dtype=torch.bool), 0) + own_B  # keeps the graph
 
     def scored(self, run: StepContext, values: Sums) -> Array:
         total, square = np.zeros(len(self.records)), 0.0
@@ -281,8 +278,14 @@ class Dirac(Planted):
                 ratio = part.sensitivity / part.noise_std
                 total += ratio * scale * seen.double().numpy(force=True)
                 square += ratio * ratio
-        shift = math.sqrt(square)  # 1 / z
-        return _says_in(total / shift, shift, run)
+        # The log-likelihood ratio of "in" against "out".
+        shift, rate = math.sqrt(square), run.event.sample_rate  # 1 / z
+        x = total / shift
+        if run.strategy.is_coupled:  # from -C to C, among k - 1 others at -C
+            return log_ratio(x + run.clipper.divisor * shift / 2, shift, rate)
+        if run.event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, among 0 for those not drawn
+            return log_ratio(x, shift / 2, rate) - log_ratio(x, -shift / 2, rate)
+        return log_ratio(x, shift, rate)
 
 
 def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
@@ -294,25 +297,6 @@ def _picked(p: Tensor, entry_B: Tensor) -> Tensor:
     x_Bd = F.one_hot(entry_B % W_pd.shape[1], W_pd.shape[1]).to(p.dtype)
     y_Bp = F.one_hot(entry_B // W_pd.shape[1], W_pd.shape[0]).to(p.dtype)
     return (F.linear(x_Bd, W_pd) * y_Bp).sum(1)
-
-
-def _says_in(x: Array, shift: float, run: StepContext) -> Array:
-    """The log-likelihood ratio of "in" against "out" for each canary, from one release."""
-    rate = run.event.sample_rate
-    if run.strategy.is_coupled:  # from -C to C, among k - 1 others at -C
-        return log_ratio(x + run.clipper.divisor * shift / 2, shift, rate)
-    if run.event.adjacency is Adjacency.REPLACE_ONE:  # from -C to C, among 0 for those not drawn
-        return log_ratio(x, shift / 2, rate) - log_ratio(x, -shift / 2, rate)
-    return log_ratio(x, shift, rate)
-
-
-def _entries_for(canaries: int, name: str, run: StepContext) -> Tensor:
-    size = run.parameters[name].numel()
-    if size < canaries:
-        raise ConfigurationError(
-            f"{canaries} canaries need as many entries, and parameter {name!r} has {size}: give fewer canaries."
-        )
-    return torch.arange(canaries) * (size // canaries)
 
 
 @dataclass

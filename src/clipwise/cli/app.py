@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from typing import Annotated, Any
 
@@ -26,6 +27,9 @@ from clipwise.cli.train import train
 from clipwise.cli.tune import tune
 from clipwise.errors import ClipwiseError
 
+# Reasons of the machine, not of clipwise, for which a file cannot be written.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
 
 class _Commands(TyperGroup):
     """Prints errors raised by clipwise as one line, without a traceback."""
@@ -37,6 +41,11 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
             except ClipwiseError as error:
                 remark(f"error: {error}", "red")
+                raise typer.Exit(2) from error
+            except OSError as error:
+                if error.errno not in _OF_THE_MACHINE:
+                    raise
+                remark(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}.", "red")
                 raise typer.Exit(2) from error
 
 

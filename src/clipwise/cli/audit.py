@@ -14,10 +14,10 @@ from rich.table import Table
 from clipwise import audit as auditing
 from clipwise.audit.canary import least_runs
 from clipwise.audit.report import AuditReport
-from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.options import AsJson
+from clipwise.cli.output import draw, remark, require_picture, rounded_up, say, say_json, stdout
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger
-from clipwise.ledger.run_description import plain
 from clipwise.privacy import Entry
 from clipwise.recipes.target import load, running
 from clipwise.validation.arguments import number, whole
@@ -31,32 +31,21 @@ def audit(
     subject: Annotated[
         str | None,
         typer.Option(
-            help="path/to/file.py:function or package.module:function. The function takes no arguments and returns "
-            "(make_run, dataset), or (make_run, dataset, loss) for --kind mislabelled: make_run(dataset) trains as the "
-            "run did, and loss(model, *batch) returns one loss per example. By default subject.py:subject in the "
-            "folder."
+            help="path/to/file.py:function or package.module:function, which returns (make_run, dataset), or "
+            "(make_run, dataset, loss) for --kind mislabelled. By default subject.py:subject in the folder."
         ),
     ] = None,
-    runs: Annotated[
-        int, typer.Option(min=0, help="Runs with a canary, and as many again without; 0 for no such attack.")
-    ] = 100,
+    runs: Annotated[int, typer.Option(min=0, help="Runs with a canary, and as many without; 0 for none.")] = 100,
     kind: Annotated[
         str,
-        typer.Option(
-            help="The canary: dirac (the worst-case gradient) or mislabelled (the first record with another label, for "
-            "Lipschitz and Backprop)."
-        ),
+        typer.Option(help="The canary: dirac (the worst-case gradient), or mislabelled (for Lipschitz and Backprop)."),
     ] = "dirac",
-    canaries: Annotated[
-        int, typer.Option(min=0, help="How many canaries to plant in one further run; 0 for none.")
-    ] = 0,
+    canaries: Annotated[int, typer.Option(min=0, help="Canaries to plant in one further run; 0 for none.")] = 0,
     confidence: Annotated[float, typer.Option(help="Confidence of each attack's bounds.")] = 0.95,
     delta: Annotated[float | None, typer.Option(help="The delta of epsilon; by default the run's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the canaries and the noise.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot the claimed and the measured curve to this file: .png or .svg.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot both curves to this file: .png or .svg.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Attack a run and compare what the attacks achieve with the guarantee in its ledger.
 
@@ -67,12 +56,12 @@ def audit(
     where my_run.py has, for instance:
 
         def subject():
-            return train, dataset    # train(dataset) trains as the run did
+            return train, dataset, loss  # train(dataset) trains as the run did; loss(model, *batch), one per example
 
-    The audit first compares two neighbouring runs release by release. It then trains the model many times, with and
-    without a canary (a planted record, by default the worst case). How well an attacker distinguishes the two gives
-    lower bounds on epsilon and mu. A lower bound above the claim shows a bug; one below it proves nothing. Use
-    synthetic or public records: audits see sums without noise.
+    The audit compares two neighbouring runs release by release. It then trains the model many times, with and without a
+    canary (a planted record). How well an attacker distinguishes the two gives lower bounds on epsilon and mu. A lower
+    bound above the claim shows a bug; one below it proves nothing. Use synthetic or public records: audits see sums
+    without noise.
 
     Exit code 0: within the claim. 1: more than claimed. 2: the audit could not run.
     """
@@ -120,15 +109,13 @@ def audit(
         if canaries:
             remark(f"Training once with {canaries} canaries.")
             reports.append(auditing.one_run(make_run, dataset, canaries=canaries, **common))
-    if plot is not None:
-        max(reports, key=lambda report: report.measured.mu).draw(plot)
-        remark(f"Plot written to {plot}")
+    draw(plot, lambda file: max(reports, key=lambda report: report.measured.mu).draw(file))
     ok = compared.ok and all(report.ok for report in reports)
     if as_json:
         content: dict[str, Any] = {"format": 1, "run": claimed.run, "ok": ok}
         content["neighbours"] = {"ok": compared.ok, "findings": [str(f) for f in compared.findings]}
         content["attacks"] = [report.to_dict() for report in reports]
-        say(json.dumps(plain(content), indent=2))
+        say_json(content)
     else:
         say(f"Run {claimed.run}, {claimed.position} releases")
         say(f"Neighbours. {compared}", style="" if compared.ok else "red")

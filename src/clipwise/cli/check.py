@@ -20,17 +20,12 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="path/to/file.py:function or package.module:function. The function takes no arguments and "
-            "returns (model, loss, batch), where loss(model, *batch) returns one loss per example, or "
-            "loss(model, batch) if the batch is a mapping."
+            help="path/to/file.py:function or package.module:function, which returns (model, loss, batch). "
+            "loss(model, *batch), or loss(model, batch) for a mapping, returns one loss per example."
         ),
     ],
     neighbours: Annotated[
-        bool,
-        typer.Option(
-            help="Also train a copy for a few steps on neighbouring data sets made from the batch, and check that one "
-            "example changes no release by more than its declared sensitivity."
-        ),
+        bool, typer.Option(help="Also train a copy, and compare its releases with and without one example.")
     ] = False,
 ) -> None:
     """Test whether a model and a loss can be trained privately, and explain why if not.
@@ -45,8 +40,7 @@ def check(
             return Net(), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none"), (x, y)
 
     Use synthetic or public rows for the batch, because the output depends on them. The check runs your code with
-    examples replaced, removed and reordered, and tests whether the loss or gradient of any other example changes. With
-    --neighbours it also trains a copy privately, with and without one example, and compares every release. The check
+    examples replaced, removed and reordered, and tests whether the loss or gradient of any other example changes. It
     can find a problem; it is not a proof.
 
     Exit code 0: accepted. 1: refused. 2: the check could not run.

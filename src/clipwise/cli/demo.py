@@ -22,12 +22,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs. If it exists, OUT-2, OUT-3, ... is used.")] = Path(
         "runs/demo"
     ),
-    seed: Annotated[
-        int | None, typer.Option(help="Make the demo reproducible. A run with a given seed claims no guarantee.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="Train all three runs for this many epochs instead of their defaults.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Reproducible noise and batches: no guarantee is claimed.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of all three runs.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One epoch each: shows that it works, not how well.")] = False,
 ) -> None:
     """Train on real digits without privacy, at epsilon 8 and at epsilon 3, and compare.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from clipwise import accounting
-from clipwise.accounting.repeat import LARGEST_MEAN
+from clipwise.accounting import Repetitions
 from clipwise.cli.options import takes_options
-from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.output import draw, in_words, require_picture, rounded_up, say, stdout
 from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
@@ -34,20 +34,16 @@ def epsilon(
     ledger: Ledgers = None,
     at_epsilon: Annotated[float | None, typer.Option(help="Also print the delta at this epsilon.")] = None,
     repetitions: Annotated[
-        float | None,
-        typer.Option(
-            help="The run is repeated a random number of times with this mean, and only the best result is kept."
-        ),
+        float | None, typer.Option(help="The mean of a random number of runs, of which only the best is released.")
     ] = None,
     repetitions_shape: Annotated[
         float | None,
-        typer.Option(help="The distribution of that number: 1 is geometric (the default), 0 logarithmic, inf Poisson."),
+        typer.Option(help="The distribution of that number: 1 geometric (default), 0 logarithmic, inf Poisson."),
     ] = None,
     second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Plot to this file, which ends in .png or .svg.")] = None,
     plot_kind: Annotated[
-        Picture | None,
-        typer.Option(help="With --plot: plot epsilon over the steps (the default), or delta over epsilon."),
+        Picture | None, typer.Option(help="Plot epsilon over the steps (the default), or delta over epsilon.")
     ] = None,
 ) -> None:
     """The privacy cost of a training run: the smallest epsilon at the given delta.
@@ -69,22 +65,20 @@ def epsilon(
     require_picture(plot)
     if plot is None and plot_kind is not None:
         raise ConfigurationError("--plot-kind needs --plot, the file to write.")
-    _require_search(repetitions, repetitions_shape)
+    search = _search(repetitions, repetitions_shape)
     if at_epsilon is not None:
         number("--at-epsilon", at_epsilon, least=0)
     delta = options.delta
     about = releases_of(ledger, options)
-    if plot is not None:  # first, so that an invalid file is refused at once
-        if plot_kind is Picture.PROFILE:
-            plots.delta_profile(about.history, plot)
-        else:
-            plots.epsilon_over_steps(about.history, delta, plot)
-        remark(f"Plot written to {plot}")
+    if plot_kind is Picture.PROFILE:  # plots first, so that an invalid file is refused at once
+        draw(plot, lambda file: plots.delta_profile(about.history, file))
+    else:
+        draw(plot, lambda file: plots.epsilon_over_steps(about.history, delta, file))
     about.describe()
     stdout().print(table_of(about.history, delta, second_opinion, about.plan))
     about.explain_runs()
     for run in about.runs if len(about.runs) > 1 else ():  # beside the total
-        alone = accounting.epsilon_of(run.found.history, delta)
+        alone = accounting.epsilon_of(run.history, delta)
         say(f"{run.path} alone: epsilon {rounded_up(alone)} (PLD)")
     if at_epsilon is not None:
         found = accounting.delta_of(about.history, at_epsilon)
@@ -94,26 +88,25 @@ def epsilon(
     curve = None if about.is_shared else accounting.tradeoff_of(about.history)
     if not about.is_seeded:
         say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
-    if repetitions is not None:
-        _print_search(about.history, delta, repetitions, repetitions_shape)
+    if search is not None:
+        _print_search(about.history, delta, search)
 
 
-def _require_search(mean: float | None, shape: float | None) -> None:
-    """Refuses an invalid --repetitions-shape, or one without --repetitions."""
+def _search(mean: float | None, shape: float | None) -> Repetitions | None:
+    """The distribution of --repetitions and --repetitions-shape."""
     if mean is None:
         if shape is not None:
             raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
-        return
-    if shape is not None and not shape > -1:
-        raise ConfigurationError(
-            f"--repetitions-shape={shape:g} is not possible: give a number above -1: 0 for the logarithmic, 1 for the "
-            "geometric, inf for the Poisson distribution."
-        )
-    number("--repetitions", mean, above=0 if shape == math.inf else 1, below=LARGEST_MEAN)
+        return None
+    try:
+        return Repetitions(mean, 1.0 if shape is None else shape)
+    except ConfigurationError as error:
+        named = {"mean": "--repetitions", "shape": "--repetitions-shape"}
+        raise ConfigurationError(re.sub("^(mean|shape)", lambda found: named[found[0]], str(error))) from error
 
 
-def _print_search(history: list[Entry], delta: float, mean: float, given_shape: float | None) -> None:
-    shape = 1.0 if given_shape is None else given_shape
+def _print_search(history: list[Entry], delta: float, search: Repetitions) -> None:
+    mean, shape = search.mean, search.shape
     try:
         whole = accounting.search(history, mean=mean, shape=shape, delta=delta)
     except ImportError as error:

@@ -9,28 +9,26 @@ from typing import Annotated
 
 import typer
 
-from clipwise.cli.options import epsilon_of
+from clipwise.cli.options import AsJson, FileEncoding, RunPath, epsilon_of
 from clipwise.cli.output import say
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.evaluate import exact_figures, groups_of, noised_figures, scores
 from clipwise.recipes.finish import rounded, trained_model
 from clipwise.recipes.planning import default_delta, evaluation_event
 from clipwise.recipes.predict import open_run
+from clipwise.recipes.sources import open_further
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunPath,
     data: Annotated[Path, typer.Argument(help="Records like those that the run was trained on, with the target.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="You declare the records public: the figure is exact.")
-    ] = False,
-    epsilon: Annotated[
-        str | None, typer.Option(help="The records are private: release a noised figure with this budget.")
-    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="You declare the records public: no noise.")] = False,
+    epsilon: Annotated[str | None, typer.Option(help="Private records: the budget of the noised figure.")] = None,
     delta: Annotated[float | None, typer.Option(help="By default well below one over the number of records.")] = None,
     ledger: Annotated[Path | None, typer.Option(help="With --epsilon: a new ledger file for the release.")] = None,
     groups: Annotated[str | None, typer.Option(help="A column: also the accuracy for each of its categories.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    encoding: FileEncoding = None,
+    as_json: AsJson = False,
 ) -> None:
     """The accuracy of a run's model on further records.
 
@@ -51,7 +49,7 @@ def evaluate(
     if (ledger is None) != (epsilon is None):
         raise ConfigurationError("--epsilon and --ledger belong together: the ledger records what the figure costs.")
     folder, encoder, name = open_run(run)
-    source = encoder.open(data)
+    source = open_further(encoder, data, encoding)
     model = trained_model(encoder, name, folder)
     score_N = scores(model, encoder, source)
     of_rows = None if groups is None else groups_of(source, encoder, groups, None)

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from clipwise.cli.options import RunPath
 from clipwise.cli.output import say
 from clipwise.recipes.export import export as export_model
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunPath,
     kind: Annotated[str, typer.Option("--format", help="onnx, which needs clipwise-dp[export], or torchscript.")],
     out: Annotated[Path | None, typer.Option(help="The file; by default in the folder of the run.")] = None,
 ) -> None:

@@ -13,7 +13,7 @@ from clipwise import accounting
 from clipwise.accounting.calibrate import most_steps
 from clipwise.accounting.from_arguments import budget
 from clipwise.cli.options import takes_options
-from clipwise.cli.output import in_words, remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.output import draw, in_words, require_picture, rounded_up, say, stdout
 from clipwise.cli.run_options import Plan, RunOptions, SecondOpinion, naming_options, plan_of, table_of
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
@@ -27,9 +27,7 @@ def noise(
     epsilon: Annotated[float, typer.Option(help="The privacy budget: the most that the whole run may cost.")],
     options: RunOptions,
     second_opinion: SecondOpinion = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot epsilon over the run's steps to this file: .png or .svg.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot epsilon over the steps to this file: .png or .svg.")] = None,
 ) -> None:
     """Compute the noise, the number of steps or the batch size that keeps a run within a budget.
 
@@ -53,9 +51,7 @@ def noise(
         answer, run, multiplier = _solve(options, epsilon)
         history = run.history(multiplier)
     reached = accounting.epsilon_of(history, options.delta)
-    if plot is not None:
-        plots.epsilon_over_steps(history, options.delta, plot)
-        remark(f"Plot written to {plot}")
+    draw(plot, lambda file: plots.epsilon_over_steps(history, options.delta, file))
     say(f"{run}, noise multiplier {multiplier:g}")
     say(answer, style="bold")
     stdout().print(table_of(history, options.delta, second_opinion))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
 
 from clipwise.errors import ConfigurationError
+
+RunPath = Annotated[Path, typer.Argument(help="The folder of a run.")]
+FileEncoding = Annotated[
+    str | None, typer.Option("--encoding", help="The encoding of text in files; by default that of the run.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -38,8 +48,8 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def labels_of(text: str | None) -> tuple[str, ...] | None:
-    """The labels of --labels."""
-    return None if text is None else tuple(label.strip() for label in text.split(","))
+    """The labels of --labels. A label with a comma is in double quotes, as in CSV."""
+    return None if text is None else tuple(label.strip() for label in next(csv.reader([text], skipinitialspace=True)))
 
 
 def epsilon_of(text: str | None) -> float | None:

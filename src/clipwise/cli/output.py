@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.text import Text
 from clipwise import privacy
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.run_description import plain
 from clipwise.privacy import Adjacency, Unit
 from clipwise.report.plots import METADATA
 
@@ -41,6 +44,11 @@ def say(text: str, *, console: Console | None = None, style: str = "") -> None:
 def remark(text: str, style: str = "") -> None:
     """Print a line on stderr, because programs may parse stdout."""
     say(text, console=Console(stderr=True, highlight=False), style=style)
+
+
+def say_json(content: object) -> None:
+    """Print a document as JSON; infinity and NaN become null."""
+    say(json.dumps(plain(content), indent=2, ensure_ascii=False))
 
 
 def counted(count: int, noun: str) -> str:
@@ -73,7 +81,7 @@ def in_words(
     return (
         f"In words: if one {unit} is {_CHANGES[adjacency]}, the chance of any outcome grows by a factor of at "
         f"most e^epsilon{factor}, plus {delta:g}. An attacker who knows "
-        f"all other {unit}s, and may be wrong about 1 innocent case in 100, notices the change in at most "
+        f"all other {unit}s and raises a false alarm in 1 of 100 cases detects the change in at most "
         f"{rounded_up(100 * power, 3)} of 100."
     )
 
@@ -84,10 +92,22 @@ def require_picture(file: Path | None) -> None:
         return
     if file.suffix.lower() not in METADATA:
         raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
-    if not file.parent.is_dir():
-        raise ConfigurationError(f"--plot {file} cannot be written: there is no folder {file.parent}. Create it first.")
+    require_file("--plot", file)
+
+
+def require_file(option: str, file: Path) -> None:
+    """Refuse a file that is a folder, or in no folder."""
     if file.is_dir():
-        raise ConfigurationError(f"--plot {file} is a folder: name a file.")
+        raise ConfigurationError(f"{option} {file} is a folder: name a file.")
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"{option} {file} cannot be written: there is no folder {file.parent}.")
+
+
+def draw(plot: Path | None, draw_to: Callable[[Path], object]) -> None:
+    """Draw to the file of --plot, if it is given."""
+    if plot is not None:
+        draw_to(plot)
+        remark(f"Plot written to {plot}")
 
 
 def require_folder(folder: Path) -> None:

@@ -9,17 +9,19 @@ from typing import Annotated
 
 import typer
 
+from clipwise.cli.options import FileEncoding, RunPath
 from clipwise.cli.output import remark
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.predict import predictions, write_table
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunPath,
     data: Annotated[
-        Path, typer.Argument(help="Records like those that the run was trained on; without a target, too.")
+        Path, typer.Argument(help="Records like those that the run was trained on. The target may be missing.")
     ],
     out: Annotated[Path | None, typer.Option(help="A CSV file for the predictions; by default stdout.")] = None,
+    encoding: FileEncoding = None,
 ) -> None:
     """Predict the target of further records with the model of a run.
 
@@ -30,7 +32,7 @@ def predict(
     The output has one line for each record: the label and the probability of each label, or the number. Predictions of
     a private model are covered by its guarantee, which protects the training records but not the predicted ones.
     """
-    lines = predictions(run, data)
+    lines = predictions(run, data, encoding)
     if out is None:
         write_table(lines, sys.stdout)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,28 +19,20 @@ from rich.table import Table
 
 from clipwise import accounting
 from clipwise.accounting.from_arguments import MOST_STEPS
-from clipwise.cli.output import counted, remark, rounded_up, say
+from clipwise.cli.output import counted, rounded_up, say
 from clipwise.engine.plan import adjacency_of, delta_of, planned_steps
 from clipwise.errors import ConfigurationError, UnsupportedEventError
-from clipwise.ledger import multi_run
+from clipwise.ledger import Snapshot, multi_run
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.report.wording import NO_GUARANTEE
-from clipwise.sampling import Scheme, make_scheme
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.schemes import make_scheme
 from clipwise.validation.arguments import number
 
 Ledgers = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--ledger",
-        help="Read the releases from this ledger file instead of planning a run. Repeat it to compose several runs.",
-    ),
+    list[Path] | None, typer.Option("--ledger", help="Read this ledger instead of planning a run; may be repeated.")
 ]
-SecondOpinion = Annotated[
-    bool,
-    typer.Option(
-        "--second-opinion", help="Also compute the figure of the library dp-accounting; it may take some seconds."
-    ),
-]
+SecondOpinion = Annotated[bool, typer.Option("--second-opinion", help="Also the figure of the library dp-accounting.")]
 
 
 @dataclass(frozen=True)
@@ -50,22 +42,12 @@ class RunOptions:
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Standard deviation of the noise over the sensitivity of the clipped sum.")
     ] = None
-    sample_rate: Annotated[
-        float | None, typer.Option(help="The probability that a given record is in a batch, between 0 and 1.")
-    ] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="The (expected) number of records per batch; needs --dataset-size.")
-    ] = None
-    dataset_size: Annotated[
-        int | None, typer.Option(help="The number of records in the data set, which is public.")
-    ] = None
+    sample_rate: Annotated[float | None, typer.Option(help="The probability that a record is in a batch.")] = None
+    batch_size: Annotated[int | None, typer.Option(help="The expected batch size; needs --dataset-size.")] = None
+    dataset_size: Annotated[int | None, typer.Option(help="The number of records, which is public.")] = None
     steps: Annotated[int | None, typer.Option(help="The number of batches to train on.")] = None
-    epochs: Annotated[
-        float | None, typer.Option(help="Instead of --steps: the number of passes over the data set.")
-    ] = None
-    delta: Annotated[
-        float, typer.Option(help="The delta of (epsilon, delta); choose it well below 1 / number of records.")
-    ] = 1e-5
+    epochs: Annotated[float | None, typer.Option(help="Instead of --steps: the number of passes over the data.")] = None
+    delta: Annotated[float, typer.Option(help="The delta, well below 1 / number of records.")] = 1e-5
     sampling: Annotated[
         Sampling,
         typer.Option(
@@ -73,24 +55,14 @@ class RunOptions:
             "clips each block as a whole: for any other clipping the figure would be too low."
         ),
     ] = Sampling.POISSON
-    adjacency: Annotated[
-        Adjacency | None,
-        typer.Option(help="Which data sets count as neighbours; by default that of the sampling scheme."),
-    ] = None
-    unit: Annotated[Unit, typer.Option(help="The unit of privacy: what one item of the data set stands for.")] = (
-        Unit.RECORD
-    )
+    adjacency: Annotated[Adjacency | None, typer.Option(help="The neighbours; by default those of the scheme.")] = None
+    unit: Annotated[Unit, typer.Option(help="The unit of privacy: what one item stands for.")] = Unit.RECORD
     max_batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="For truncated-poisson: the most records per batch; by default large enough to cost nothing."
-        ),
+        int | None, typer.Option(help="For truncated-poisson: the largest batch; by default it costs nothing.")
     ] = None
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help="For partition and fixed-size: the number of microbatches per batch; 1 by default."),
-    ] = None
-    mini_sets: Annotated[int | None, typer.Option(hidden=True, help="Deprecated: use --microbatches.")] = None
+    microbatches: Annotated[int | None, typer.Option(help="For partition and fixed-size: microbatches per batch.")] = (
+        None
+    )
 
     @property
     def is_empty(self) -> bool:
@@ -151,41 +123,25 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
     if options.steps is not None and options.epochs is not None:
         raise ConfigurationError("Give --epochs or --steps, not both.")
     extras: dict[str, Any] = {"max_batch_size": options.max_batch_size}
-    if options.mini_sets is not None:
-        remark("warning: --mini-sets is deprecated: use --microbatches.", "yellow")
-    if (microbatches := options.mini_sets if options.microbatches is None else options.microbatches) is not None:
-        extras["microbatches"] = microbatches
+    if options.microbatches is not None:
+        extras["microbatches"] = options.microbatches
     # A rate is enough for the cost; the number of records does not matter then.
     size = 1 if options.dataset_size is None else options.dataset_size
     with naming_options():
         scheme = make_scheme(options.sampling, size, options.batch_size, options.sample_rate, **extras)
-        _require_epochs(scheme)
         if options.dataset_size is not None:  # warns if delta is too large for this many records
             delta_of(options.delta, None, options.dataset_size)
-        planned = _length(options, scheme) if options.has_length else steps
-    assert planned is not None
+        planned = _length(options, scheme, steps)
     return Plan(scheme, adjacency_of(options.adjacency, scheme.sampling), options.unit, planned)
 
 
-def _length(options: RunOptions, scheme: Scheme) -> int:
-    try:
-        planned = planned_steps(options.epochs, options.steps, scheme)
-    except OverflowError:
-        planned = None
-    if planned is None or planned > MOST_STEPS:
-        raise ConfigurationError(
-            f"The run would have more than {MOST_STEPS:g} steps: give fewer epochs or a larger rate."
-        )
-    return planned
-
-
-def _require_epochs(scheme: Scheme) -> None:
-    try:
+def _length(options: RunOptions, scheme: Scheme, steps: int | None) -> int:
+    with suppress(OverflowError):  # 1 / rate and epochs / rate
         _ = scheme.steps_per_epoch
-    except OverflowError as error:  # 1 / rate overflows
-        raise ConfigurationError(
-            f"--sample-rate {scheme.sample_rate:g} is too small: an epoch would never end."
-        ) from error
+        planned = planned_steps(options.epochs, options.steps, scheme) if options.has_length else steps
+        if planned is not None and planned <= MOST_STEPS:
+            return planned
+    raise ConfigurationError(f"The run would have more than {MOST_STEPS:g} steps: give fewer epochs or a larger rate.")
 
 
 # _NAMES are never English words. _WORDS may be, so they count as arguments only next to a value.
@@ -224,9 +180,7 @@ SECOND = ("dp-accounting", "dp-accounting", "PLD of that library: a second opini
 
 
 COUNTS = "report this one"
-
-# A new key begins a new entry, so a run that was interrupted often has many entries of the same kind.
-MOST_LINES = 12
+MOST_LINES = 12  # a run that was interrupted often has many entries, since a new key begins a new one
 
 
 @dataclass(frozen=True)
@@ -235,7 +189,7 @@ class Releases:
 
     history: list[Entry]
     heading: str
-    runs: tuple[multi_run.LedgerFile, ...] = ()
+    runs: tuple[Snapshot, ...] = ()
 
     @property
     def event(self) -> Event:
@@ -255,7 +209,7 @@ class Releases:
     @property
     def plan(self) -> Mapping[str, Any] | None:
         """The plan in the first ledger."""
-        return self.runs[0].found.plan if self.runs else None
+        return self.runs[0].plan if self.runs else None
 
     @property
     def assumption(self) -> str:
@@ -277,14 +231,14 @@ class Releases:
         """Print the contents of the ledgers, then the heading."""
         for run in self.runs:
             if len(self.runs) > 1:
-                say(f"{run.path}: {run.found.position} releases of run {run.found.run}")
-            _print_kinds(run.found.history)
-            if run.found.torn:
+                say(f"{run.path}: {run.position} releases of run {run.run}")
+            _print_kinds(run.history)
+            if run.torn:
                 say(
                     "The last line of the ledger is incomplete, after a crash or damage. The most it can stand for is "
                     "counted."
                 )
-            elif not run.found.clean:
+            elif not run.clean:
                 say("The run is in progress or did not end cleanly. All that it may have released is counted.")
         if self.is_seeded:
             say(f"Guarantee: {NO_GUARANTEE}. All figures are those of the same runs with fresh keys.")
@@ -300,7 +254,7 @@ def releases_of(ledgers: Sequence[Path] | None, options: RunOptions) -> Releases
         found = multi_run.read_files(ledgers)
         history = multi_run.joint_history(found)
         count = len({entry.run for entry in history})
-        what = f"{count} runs together" if count > 1 else f"run {found[0].found.run}"
+        what = f"{count} runs together" if count > 1 else f"run {found[0].run}"
         return Releases(history, f"{sum(e.count for e in history)} releases of {what}", tuple(found))
     if options.noise_multiplier is None:
         raise ConfigurationError("Describe a run with --noise-multiplier and the other options, or give --ledger.")

@@ -11,7 +11,7 @@ import typer
 from clipwise import accounting
 from clipwise.accounting.calibrate import smallest_noise
 from clipwise.cli.options import labels_of
-from clipwise.cli.output import counted, rounded_up, say
+from clipwise.cli.output import counted, require_file, rounded_up, say
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import FileLedger
 from clipwise.ledger.ledger import JSON
@@ -43,17 +43,13 @@ def schema(
         str | None, typer.Option(help="The classes of the target, with commas, if they are public: no,yes.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="classification or regression.")] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Estimate kinds, ranges and frequent values from the rows, for this budget.")
-    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Estimate the schema from the rows, for this budget.")] = None,
     delta: Annotated[float, typer.Option(help="The delta of the budget, with --epsilon.")] = 1e-5,
     ledger: Annotated[
         Path | None,
-        typer.Option(help="With --epsilon: the ledger to charge; by default beside the output, ending in .ledger."),
+        typer.Option(help="With --epsilon: the ledger to charge; by default OUTPUT with the ending .ledger."),
     ] = None,
-    encoding: Annotated[
-        str | None, typer.Option(help="The encoding of a CSV file; by default that of its byte order mark, or UTF-8.")
-    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="The encoding of a CSV file; by default UTF-8.")] = None,
 ) -> None:
     """Write a draft of a schema: the kinds, ranges and values of the columns of a table.
 
@@ -77,8 +73,7 @@ def schema(
         raise ConfigurationError("--labels and --task need --target, the column to predict.")
     if output.exists():
         raise ConfigurationError(f"--output {output} exists already: name another file, or delete it.")
-    if not output.parent.is_dir():
-        raise ConfigurationError(f"--output {output} cannot be written: there is no folder {output.parent}.")
+    require_file("--output", output)
     draft = Schema.undeclared(names, wanted)
     if epsilon is None:
         if ledger is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +9,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from clipwise.cli.options import takes_options
-from clipwise.cli.output import remark, require_picture, rounded_up, say, stdout
+from clipwise.cli.options import AsJson, takes_options
+from clipwise.cli.output import draw, require_picture, rounded_up, say, say_json, stdout
 from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
-from clipwise.ledger.run_description import plain
 from clipwise.report import plots
 from clipwise.report.risk import Risk
 from clipwise.report.wording import neighbours
@@ -25,7 +23,7 @@ def tradeoff(
     ledger: Ledgers = None,
     second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Plot the curve to this file: .png or .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """The best that an attacker who knows all records but one can do.
 
@@ -41,9 +39,7 @@ def tradeoff(
     """
     require_picture(plot)
     about = releases_of(ledger, options)
-    if plot is not None:  # first, so that an invalid file is refused at once
-        plots.tradeoff_curve(about.history, plot)
-        remark(f"Plot written to {plot}")
+    draw(plot, lambda file: plots.tradeoff_curve(about.history, file))  # first, so that an invalid file is refused
     risk = Risk.of(about.history, sorted({options.delta, 1e-3, 1e-7}, reverse=True))
     event = about.event
     if as_json:
@@ -56,7 +52,7 @@ def tradeoff(
             **risk.to_dict(),
             **({"assumption": about.assumption} if about.assumption else {}),
         }
-        say(json.dumps(plain(content), indent=2))
+        say_json(content)
     else:
         about.describe()
         say(f"The two data sets to distinguish: {neighbours(event.adjacency, event.unit)}.")

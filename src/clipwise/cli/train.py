@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from clipwise.cli.options import epsilon_of, labels_of, takes_options
+from clipwise.cli.options import AsJson, epsilon_of, labels_of, takes_options
 from clipwise.cli.output import counted
 from clipwise.cli.progress import Display
 from clipwise.errors import ConfigurationError
@@ -18,6 +18,7 @@ from clipwise.recipes.config import Choices, choices_of, flag
 from clipwise.recipes.estimate import Estimate, estimate
 from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
+from clipwise.recipes.kind import Task
 from clipwise.recipes.planning import Plan, plan_of
 from clipwise.recipes.run_folder import RunFolder, fresh_folder
 from clipwise.recipes.sources import public_test, require_public_test
@@ -25,6 +26,7 @@ from clipwise.recipes.train import Run, begin, reopened
 from clipwise.recipes.train import train as train_run
 
 INTERRUPTED = 130
+SHOWN_LABELS = 10
 
 
 @dataclass(frozen=True)
@@ -42,66 +44,50 @@ class TrainOptions:
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None
     text: Annotated[str | None, typer.Option(help="The column with the text, for text.")] = None
     labels: Annotated[
-        str | None,
-        typer.Option(help="The values of the target, separated by commas. Otherwise a share of the budget finds them."),
+        str | None, typer.Option(help="The values of the target, with commas; else a share of the budget finds them.")
     ] = None
-    schema: Annotated[
-        str | None, typer.Option(help="A schema file, which declares ranges and categories; see clipwise schema.")
-    ] = None
+    schema: Annotated[str | None, typer.Option(help="A schema file of a table; see clipwise schema.")] = None
     task: Annotated[
         str | None, typer.Option(help="classification or regression, for a table; by default noised counts decide.")
     ] = None
     balanced: Annotated[
-        bool | None,
-        typer.Option("--balanced", help="Weight the classes of a table by the inverse of their noised frequencies."),
+        bool | None, typer.Option("--balanced", help="Weight classes by the inverse of their noised frequencies.")
     ] = None
     encoding: Annotated[str | None, typer.Option(help="The encoding of text in files, such as latin-1.")] = None
-    image_size: Annotated[
-        int | None, typer.Option(help="The side of images in pixels; by default 32 for files, that of arrays up to 64.")
-    ] = None
+    image_size: Annotated[int | None, typer.Option(help="The side of images in pixels; by default at most 64.")] = None
     grey: Annotated[bool | None, typer.Option("--grey", help="Drop the colours of images.")] = None
-    data_kind: Annotated[
-        str | None, typer.Option("--kind", help="table, images, text or function; by default from DATA.")
-    ] = None
+    data_kind: Annotated[str | None, typer.Option("--kind", help="table, images, text or function.")] = None
     data_folder: Annotated[str | None, typer.Option(help="The folder of data sets that are given by name.")] = None
-    epsilon: Annotated[
-        str | None, typer.Option(help="The privacy budget: a number such as 3, or none to train without privacy.")
-    ] = None
+    epsilon: Annotated[str | None, typer.Option(help="The budget: a number such as 3, or none, without privacy.")] = (
+        None
+    )
     delta: Annotated[
         float | None,
         typer.Option(help="The delta of the guarantee; by default well below one over the number of rows."),
     ] = None
     preset: Annotated[str | None, typer.Option(help="fast (the default) or best.")] = None
-    model: Annotated[
-        str | None, typer.Option(help="The name of the model, such as mlp or tanh-cnn; see docs/guides/train.md.")
-    ] = None
+    model: Annotated[str | None, typer.Option(help="The model, such as mlp or tanh-cnn; see docs/guides/train.md.")] = (
+        None
+    )
     batch_size: Annotated[int | None, typer.Option(help="The expected number of records per step.")] = None
     epochs: Annotated[float | None, typer.Option(help="The number of passes over the training rows.")] = None
     learning_rate: Annotated[float | None, typer.Option(help="The learning rate.")] = None
     max_norm: Annotated[float | None, typer.Option(help="The clipping norm of the gradient of one record.")] = None
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None
     ema: Annotated[float | None, typer.Option(help="The decay of the average of the weights, such as 0.99.")] = None
-    views: Annotated[
-        int | None, typer.Option("--augmentation", help="The number of random views of each image in a step.")
-    ] = None
+    views: Annotated[int | None, typer.Option("--augmentation", help="Random views of each image in a step.")] = None
     hold_out: Annotated[
-        float | None,
-        typer.Option(help="The share of the rows that is held out for the accuracy; 0.1 by default, 0 for none."),
+        float | None, typer.Option(help="The share of rows that is held out for the accuracy; 0.1 by default.")
     ] = None
-    public_test: Annotated[
-        str | None, typer.Option(help="Public rows for an exact accuracy. You declare them public.")
-    ] = None
+    public_test: Annotated[str | None, typer.Option(help="Rows that you declare public, for an exact accuracy.")] = None
     groups: Annotated[
         str | None, typer.Option(help="A column: also release the accuracy for each of its categories.")
     ] = None
     public_reference: Annotated[
-        str | None,
-        typer.Option(help="A run with --epsilon none, whose figures the report quotes. You declare its data public."),
+        str | None, typer.Option(help="A run with --epsilon none on data that you declare public, for the report.")
     ] = None
     device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None
-    seed: Annotated[
-        int | None, typer.Option(help="Make the run reproducible. A run with a given seed claims no guarantee.")
-    ] = None
+    seed: Annotated[int | None, typer.Option(help="Reproducible noise and batches: no guarantee is claimed.")] = None
 
     def given(self) -> dict[str, Any]:
         """The fields of `Choices` that the user gave."""
@@ -112,16 +98,12 @@ class TrainOptions:
 @takes_options
 def train(
     options: TrainOptions,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run. If it exists, OUT-2, OUT-3, ... is used.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run, or OUT-2, OUT-3, ... if it exists.")] = None,
     name: Annotated[str | None, typer.Option(help="Instead of --out: the name of the run, in runs/NAME.")] = None,
     config: Annotated[Path | None, typer.Option(help="A configuration file, such as the config.toml of a run.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue this run, which was interrupted.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan, its cost and its time. Nothing is trained or released.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan, its cost and its time.")] = False,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but warnings and errors.")] = False,
 ) -> None:
     """Train a model on your data under differential privacy, and write a report about it.
@@ -152,17 +134,19 @@ def train(
     choices = choices_of(options.given(), config)
     if not choices.path:
         raise ConfigurationError("DATA is needed: a file, a folder, or module:function with the data to train on.")
-    reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
+    reference = _reference(choices)
     plan = plan_of(choices)
     require_public_test(choices, plan.source)
-    display = Display(None if not choices.is_private else choices.epsilon, as_json=as_json, quiet=quiet)
+    display = Display(choices.epsilon if choices.is_private else None, as_json=as_json, quiet=quiet)
     if dry_run:
         _show(estimate(plan), display)
         return
     folder = RunFolder(fresh_folder(_wanted(out, name, choices)))
     with stopping(display) as stop:
         _announce(plan, folder, display)
-        follow(begin(plan, folder, shlex.join(["clipwise", *sys.argv[1:]])), display, stop, reference)
+        run = begin(plan, folder, shlex.join(["clipwise", *sys.argv[1:]]))
+        _announce_task(run.encoder.task, display)
+        follow(run, display, stop, reference)
 
 
 def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, Any] | None = None) -> None:
@@ -176,8 +160,11 @@ def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, An
             hint = f"Continue with: clipwise train --resume {folder.path}"
             display.warn(f"Interrupted. {hint if run.plan.event is not None else 'A run without privacy begins anew.'}")
             raise typer.Exit(INTERRUPTED)
+    labels = run.encoder.task.labels or ()
     for figure in evaluate(run.plan, run.encoder, folder, test):
         display.released(figure.to_dict())
+        if figure.group is None and figure.high * len(labels) < 1 and labels:
+            display.warn("warning: guessing is better than this model. Are --labels spelled as in the data?")
     report = write_documents(folder, reference)
     display.line(f"The run is in {folder.path}, its report in {report}", kind="done", folder=str(folder.path))
 
@@ -197,10 +184,13 @@ def _continue(path: Path, given: dict[str, Any], as_json: bool, quiet: bool) -> 
         )
     run = reopened(RunFolder.existing(path), **device)
     choices = run.plan.choices
-    reference = None if choices.public_reference is None else public_reference(Path(choices.public_reference))
     display = Display(choices.epsilon if choices.is_private else None, as_json=as_json, quiet=quiet)
     with stopping(display) as stop:
-        follow(run, display, stop, reference)
+        follow(run, display, stop, _reference(choices))
+
+
+def _reference(choices: Choices) -> dict[str, Any] | None:
+    return None if choices.public_reference is None else public_reference(Path(choices.public_reference))
 
 
 def _wanted(out: Path | None, name: str | None, choices: Choices) -> Path:
@@ -234,6 +224,17 @@ def _announce(plan: Plan, folder: RunFolder, display: Display) -> None:
         model=plan.settings.model,
         steps=plan.steps,
     )
+
+
+def _announce_task(task: Task, display: Display) -> None:
+    """What is predicted: declared, or released by the noised counts."""
+    if task.labels is not None:
+        shown = ", ".join(task.labels[:SHOWN_LABELS]) + ", ..." * (len(task.labels) > SHOWN_LABELS)
+        display.line(f"predicts one of {len(task.labels)} labels: {shown}", kind="task", labels=task.labels)
+    elif task.range is not None:
+        low, high = task.range
+        text = f"predicts a number from {low:g} to {high:g}; for classes give --task classification or --labels"
+        display.line(text, kind="task", range=task.range)
 
 
 def _show(found: Estimate, display: Display) -> None:

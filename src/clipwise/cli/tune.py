@@ -19,37 +19,20 @@ from clipwise.tune.subject import of_script
 
 
 def tune(
-    what: Annotated[
-        str, typer.Argument(help="A recipe (digits), or a script: path/to/file.py or path/to/file.py:function.")
-    ],
-    trials: Annotated[
-        int | None, typer.Option(min=1, help="The number of finished runs of the study; 30 if left out.")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="The seed of the search and of initial weights, never of noise.")
-    ] = 0,
+    what: Annotated[str, typer.Argument(help="A recipe (digits), or a script: path/to/file.py[:function].")],
+    trials: Annotated[int | None, typer.Option(min=1, help="The number of finished runs; by default 30.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of search and initial weights, never of noise.")] = 0,
     is_accounted: Annotated[
-        bool,
-        typer.Option(
-            "--accounted",
-            help="Draw a random, secret number of runs, release only the best, and account for the search.",
-        ),
+        bool, typer.Option("--accounted", help="Draw a secret number of runs, release the best, account for all.")
     ] = False,
-    epsilon: Annotated[
-        float | None, typer.Option(help="With --accounted: the budget of the whole search; 3 if left out.")
-    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="With --accounted: the whole budget; by default 3.")] = None,
     mean_runs: Annotated[
-        float | None, typer.Option(help="With --accounted: the mean number of runs, more than 1; 10 if left out.")
+        float | None, typer.Option(help="With --accounted: mean number of runs; by default 10.")
     ] = None,
-    sample_rate: Annotated[
-        float | None, typer.Option(help="With --accounted: the sampling rate of every run; 0.05 if left out.")
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option(min=1, help="With --accounted: the epochs of every run; 10 if left out.")
-    ] = None,
+    sample_rate: Annotated[float | None, typer.Option(help="With --accounted: sampling rate; by default 0.05.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="With --accounted: epochs of a run; by default 10.")] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the study; runs/tune if left out. An existing study there continues."),
+        Path | None, typer.Option(help="A new folder, or that of a study to continue; by default runs/tune.")
     ] = None,
 ) -> None:
     """Search settings for high accuracy and small epsilon, and show the Pareto front.
@@ -80,7 +63,7 @@ def tune(
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
-            "--accounted takes a recipe, because it must know what every run releases. For a script of your own, "
+            "--accounted requires a recipe, because it must know what every run releases. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
     if is_accounted:
@@ -100,7 +83,7 @@ def require_no_options_of_accounted(given: dict[str, float]) -> None:
     """Refuse options that an ordinary search would ignore."""
     for name in given:
         raise ConfigurationError(
-            f"--{name.replace('_', '-')} goes with --accounted: an ordinary search chooses noise, batches and length."
+            f"--{name.replace('_', '-')} requires --accounted: an ordinary search chooses noise, batches and length."
         )
 
 
@@ -110,7 +93,7 @@ def search_openly(subject: Subject, trials: int | None, out: Path | None, seed: 
     require_folder(folder)
     found = study.search(subject, 30 if trials is None else trials, folder, say, seed=seed)
     head, *rows = study.table(found)
-    table = Table(*head, title="Runs that no other beats", title_justify="left")
+    table = Table(*head, title="Runs on the Pareto front", title_justify="left")
     for row in rows:
         table.add_row(*row)
     stdout().print(table)
@@ -124,7 +107,7 @@ def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None
     """Search with a secret number of runs; print and save the best."""
     if trials is not None:
         raise ConfigurationError(
-            "--trials does not go with --accounted, where the number of runs is drawn and stays secret: give "
+            "--trials is not possible with --accounted, where the number of runs is drawn and stays secret: give "
             "--mean-runs, their mean number."
         )
     options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types

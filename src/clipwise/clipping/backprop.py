@@ -25,7 +25,6 @@ from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import PutAside, chosen_arithmetic
 from clipwise.layers.clipped import ClippedLayer
-from clipwise.layers.clipped.clip_inputs import Numbers, require_layers
 from clipwise.layers.clipped.layer import MODES, Constants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.validation.arguments import one_of, with_plain_numbers
@@ -46,9 +45,7 @@ class Backprop(Strategy):
     accordingly.
 
     Args:
-        input_norm: C1; None for the values of the layers.
-        grad_norm: C2; None for the values of the layers.
-        mode: "clip" or "normalize"; None for the mode of the layers.
+        input_norm, grad_norm, mode: C1, C2 and "clip" or "normalize" of all layers; None for those that they have.
         split: how the noise is divided over the parts: "optimal", "equal", or a weight for each part. Every trainable
             parameter is a part.
 
@@ -82,8 +79,8 @@ class Backprop(Strategy):
           are refused in mode "normalize"; hand-written ones are not detected.
     """
 
-    input_norm: Numbers | None = None
-    grad_norm: Numbers | None = None
+    input_norm: float | None = None
+    grad_norm: float | None = None
     mode: str | None = None
     split: Split = "optimal"
 
@@ -94,9 +91,8 @@ class Backprop(Strategy):
     def __post_init__(self) -> None:
         with_plain_numbers(self)
         for argument in ("input_norm", "grad_norm"):
-            given = getattr(self, argument)
-            for value in given.values() if isinstance(given, Mapping) else () if given is None else (given,):
-                clip_constant(argument, value)
+            if (given := getattr(self, argument)) is not None:
+                clip_constant(argument, given)
         if self.mode is not None:
             one_of("mode", self.mode, MODES)
         require_split(self.split)
@@ -109,28 +105,23 @@ class Backprop(Strategy):
 
     def layers_of(self, model: nn.Module, parameters: Parameters) -> dict[str, ClippedLayer]:
         """The clipped layers by name. Raises if they do not cover the parameters or disagree with the arguments."""
-        layers = clipped_layers(model)
-        self._require_agreement(layers)
+        layers = {name: m for name, m in model.named_modules() if isinstance(m, ClippedLayer)}
+        if not layers:
+            raise UnsupportedModelError(
+                "The model has no clipped layers, so nothing bounds its gradients: call "
+                "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
+            )
+        for argument in ("input_norm", "grad_norm", "mode"):
+            given = getattr(self, argument)
+            for name, layer in layers.items():
+                if given is not None and given != (has := getattr(layer.constants, argument)):
+                    raise ConfigurationError(
+                        f"Backprop has {argument}={given!r}, but layer {name!r} has {has!r}: pass the same value to "
+                        "clip_inputs and Backprop, or omit it here."
+                    )
         _require_float32(parameters)
         most_of_each(parameters, layers)
         return layers
-
-    def _require_agreement(self, layers: Mapping[str, ClippedLayer]) -> None:
-        named = {layer.name: layer for layer in layers.values()}  # the names given by clip_inputs
-        for argument in ("input_norm", "grad_norm", "mode"):
-            given = getattr(self, argument)
-            if given is None:
-                continue
-            by_layer = given if isinstance(given, Mapping) else dict.fromkeys(named, given)
-            require_layers(argument, by_layer, named)
-            for name, layer in layers.items():
-                here, has = by_layer[layer.name], getattr(layer.constants, argument)
-                if here == has:
-                    continue
-                raise ConfigurationError(
-                    f"Backprop has {argument}={here!r}, but layer {name!r} has {has!r}: pass the same value to "
-                    "clip_inputs and Backprop, or omit it here."
-                )
 
     def require_losses(self, losses: Tensor, model: nn.Module, parameters: Parameters) -> None:
         layers = self.layers_of(model, parameters)
@@ -160,7 +151,13 @@ class BackpropClipper(Clipper):
         """One backward pass of the summed losses. Padding rows have weight 0, so their upstream gradients are 0."""
         if len(losses) == 0:
             return self.nothing()
-        self._require_same_constants()
+        # The noise was computed for the constants at the time the batch was drawn.
+        for name, now in self._constants_now().items():
+            if now != self._constants[name]:
+                raise StepError(
+                    f"The constants of layer {name!r} changed between the draw of a batch and its step. Call "
+                    "layers.set_clips after a step and before the next batch is drawn."
+                )
         _require_float32(self._parameters)
         nodes, wiring = clipped_nodes(losses, self._parameters, self._layers.values())
         if real_B is None:  # a captured step may not wait for the device, and follows eager ones
@@ -221,15 +218,6 @@ class BackpropClipper(Clipper):
             for name, most in most_of_each(self._parameters, self._layers).items()
         )
 
-    def _require_same_constants(self) -> None:
-        """The noise was computed for the constants at the time the batch was drawn."""
-        for name, now in self._constants_now().items():
-            if now != self._constants[name]:
-                raise StepError(
-                    f"The constants of layer {name!r} changed between the draw of a batch and its step. Call "
-                    "layers.set_clips after a step and before the next batch is drawn."
-                )
-
     def _probe(self, losses: Tensor, nodes: list[Any], wiring: Wiring) -> None:
         """Probe the first batches of every graph, and one batch in every `_PROBED_AGAIN` steps."""
         self._since_probe += 1
@@ -238,17 +226,6 @@ class BackpropClipper(Clipper):
             return
         require_rows_of_examples(losses, nodes, self._parameters)
         self._to_probe[wiring], self._since_probe = max(0, left - 1), 0
-
-
-def clipped_layers(model: nn.Module) -> dict[str, ClippedLayer]:
-    """The clipped layers by name. Raises if there are none."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, ClippedLayer)}
-    if not layers:
-        raise UnsupportedModelError(
-            "The model has no clipped layers, so nothing bounds its gradients: call "
-            "clipwise.layers.clip_inputs(model, input_norm=..., grad_norm=...) before make_private."
-        )
-    return layers
 
 
 def _require_float32(parameters: Parameters) -> None:

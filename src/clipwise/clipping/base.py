@@ -18,7 +18,7 @@ from clipwise.gradients import Memory, per_example_gradients
 from clipwise.gradients.precision import IEEE, Arithmetic, PutAside
 from clipwise.gradients.real_views import dimension, own_part
 from clipwise.privacy import Adjacency, Part, Unit, effective_multiplier, split_noise
-from clipwise.sampling import Scheme
+from clipwise.sampling.base import Scheme
 
 if TYPE_CHECKING:
     from clipwise.clipping.public import PublicData
@@ -200,12 +200,10 @@ class StatementText:
 
 
 class Strategy(ABC):
-    """The configuration of a clipping strategy, without model or data.
+    """The configuration of a clipping strategy, without model or data. No code outside of clipping/ tests its type.
 
     Attributes:
         name: the name in ledgers and checkpoints: the value of "strategy" in `describe`.
-        unit: the unit of privacy.
-        split: how noise is divided over parts.
         is_coupled: whether the bound holds even if examples of a batch depend on each other.
         bounds_inside: whether it bounds gradients inside the network, so that losses must be computed from its outputs.
         takes_views: whether an example may have several rows in a batch.
@@ -284,8 +282,7 @@ _RECORDED: dict[str, type[Strategy]] = {}
 def recorded_strategy(recorded: Any) -> type[Strategy]:
     """The class of a strategy from its recorded description; `Strategy` itself if unknown."""
     name = recorded.get("strategy") if isinstance(recorded, Mapping) else None
-    unknown: type[Strategy] = Strategy  # type: ignore[type-abstract]  # no instance is made
-    return _RECORDED.get(name, unknown) if isinstance(name, str) else unknown
+    return _RECORDED.get(str(name), Strategy)  # no instance is made
 
 
 def require_entries(parameters: Parameters, strategy: str) -> None:
@@ -336,7 +333,6 @@ def noised_parts(
         own = dict.fromkeys(own, 0.0)
     main, beside = [b for b in rest if b.share is None], [b for b in rest if b.share is not None]
     share = max((b.share for b in beside if b.share is not None), default=0.0)
-    assert all(b.share == share for b in beside)
     stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
     if beside:
         stds |= _divided(beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal")
@@ -350,10 +346,12 @@ def noised_parts(
 def _divided(
     bounds: Sequence[Bound], parameters: Parameters, noise_multiplier: float, split: Split
 ) -> dict[Bound, float]:
-    """The noise of each part, such that the joint mechanism has the multiplier."""
+    """The noise of each part, such that the joint mechanism has the multiplier.
+
+    By weights, s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise.
+    """
     z = noise_multiplier
     if any(b.alone for b in bounds):
-        assert all(b.alone for b in bounds)
         if not isinstance(split, str):
             raise ConfigurationError(
                 "split: weights are not supported with RandomLayer, where each part has the full noise multiplier: "
@@ -364,21 +362,16 @@ def _divided(
         sizes = [sum(dimension(parameters[n]) for n in b.parameters) if b.size is None else b.size for b in bounds]
         found = split_noise([b.sensitivity for b in bounds], sizes, z, split)
     else:
-        found = _by_weights(bounds, z, split)
+        require_split(split)
+        names = [b.name for b in bounds]
+        numbers = [w for w in split.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
+        if sorted(split) != sorted(names) or len(numbers) < len(names):
+            raise ConfigurationError(
+                f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
+            )
+        whole = math.hypot(*split.values())
+        found = [z * b.sensitivity * whole / split[b.name] for b in bounds]
     return dict(zip(bounds, found, strict=True))
-
-
-def _by_weights(bounds: Sequence[Bound], noise_multiplier: float, weights: Mapping[str, float]) -> list[float]:
-    """s_k = z S_k sqrt(sum_j p_j^2) / p_k: a part with a larger weight p gets less noise."""
-    require_split(weights)
-    names = [b.name for b in bounds]
-    numbers = [w for w in weights.values() if isinstance(w, (int, float)) and math.isfinite(w) and w > 0]
-    if sorted(weights) != sorted(names) or len(numbers) < len(names):
-        raise ConfigurationError(
-            f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
-        )
-    whole = math.hypot(*weights.values())
-    return [noise_multiplier * b.sensitivity * whole / weights[b.name] for b in bounds]
 
 
 def _multiplier_left(counts: Mapping[Bound, float], noise_multiplier: float, expected_size: float) -> float:

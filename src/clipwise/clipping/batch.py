@@ -22,7 +22,7 @@ from clipwise.gradients.precision import PutAside, Rare
 from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
-from clipwise.sampling import Partition
+from clipwise.sampling.schemes import Partition
 from clipwise.validation.arguments import require_takes, whole, with_plain_numbers
 
 # The margin below C for rounding: of norms in float64, and of a weight and a product in float32 (2^-23).
@@ -41,9 +41,8 @@ class Batch(VectorClipping):
     """Batch clipping: the released sum is sum_j [g(S_j)]_C over the microbatches S_j of a batch, over a constant.
 
     g is the mean gradient of a microbatch (a group in the paper), or a local update computed from it. Examples of the
-    same microbatch may depend on each other: batch norm in training mode, contrastive losses. The cost is more noise:
-    at equal C and noise multiplier, the noise on the update is 2 B / k times that of `PerExample`, for batches of B
-    examples and k microbatches.
+    same microbatch may depend on each other: batch norm in training mode, contrastive losses. At equal C and noise
+    multiplier, the noise on the update is 2 B / k times that of `PerExample`, for batches of B examples.
 
     The loader yields a batch one microbatch at a time. `private.step` takes the losses of each: one loss per example,
     which are averaged, or a single loss.
@@ -179,12 +178,21 @@ class BatchClipper(VectorClipper):
         assert real_B is None  # microbatches are not padded
         if losses.dim() and len(losses) == 0:
             return self.nothing()
-        found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
-        gradients = {
-            name: self._missing(name) if g is None else g.to_dense() if g.is_sparse else g
-            for name, g in zip(self._parameters, found, strict=True)
-        }
-        self._reached.update(name for name, g in zip(self._parameters, found, strict=True) if g is not None)
+        found: list[Tensor | None] = []
+        found += torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
+        gradients = {}
+        for (name, p), g in zip(self._parameters.items(), found, strict=True):
+            if g is not None:
+                self._reached.add(name)
+            elif name not in self._reached:
+                # Later (a mixture of experts) this raises no error, because whether records use a parameter is private.
+                raise UnreachedParametersError(
+                    f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
+                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass; with "
+                    "torch.utils.checkpoint, pass use_reentrant=False.",
+                    (name,),
+                )
+            gradients[name] = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
         return self._clipped(gradients) | self._statistics.clipped(losses)
 
     def clipped_update(self, microbatch: Any) -> dict[str, Tensor]:
@@ -210,7 +218,8 @@ class BatchClipper(VectorClipper):
         vectors = without({name: real_view(g) for name, g in vectors.items()}, self._constants.frozen)
         groups = self._constants.groups
         lengths = _lengths(vectors, self._constants.scales)
-        norms = [_norm([lengths[name] for name in names]) for names in groups.values()]
+        pieces = [[lengths[name] for name in names] for names in groups.values()]
+        norms = [p[0] if len(p) == 1 else torch.linalg.vector_norm(torch.stack(p)) for p in pieces]
         aims = [self._constants.norms[part] * (1 - self._margin(names)) for part, names in groups.items()]
         over_P = torch.stack(torch._foreach_div(norms, aims))
         if self._rare.any(~over_P.isfinite()):
@@ -241,20 +250,6 @@ class BatchClipper(VectorClipper):
         else:
             found = [g.double() * nu.to(g.device) for g in vectors.values()]
         return {name: t.to(types[name]) for name, t in zip(vectors, found, strict=True)}
-
-    def _missing(self, name: str) -> Tensor:
-        """Zeros for a parameter that this microbatch does not use and an earlier one did (a mixture of experts).
-
-        This raises no error, because whether records use a parameter is private.
-        """
-        if name not in self._reached:
-            raise UnreachedParametersError(
-                f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
-                "noise. Freeze it with requires_grad_(False), or use it in the forward pass; with "
-                "torch.utils.checkpoint, pass use_reentrant=False.",
-                (name,),
-            )
-        return torch.zeros_like(self._parameters[name])
 
     def _zeros(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         parameters = {name: self._parameters[name] for name in names or self._parameters}
@@ -289,12 +284,6 @@ def _lengths(vectors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict
     }
 
 
-def _norm(lengths: list[Tensor]) -> Tensor:
-    """The norm of a vector from the norms of its pieces."""
-    found: Tensor = lengths[0] if len(lengths) == 1 else torch.linalg.vector_norm(torch.stack(lengths))
-    return found
-
-
 LocalUpdate = Callable[[nn.Module, Any], Mapping[str, Tensor] | None]
 
 
@@ -311,14 +300,6 @@ def local_changes(update: LocalUpdate, model: nn.Module, microbatch: Any, parame
                     f"local_update removed parameter {name!r} from the model: return the changes by name instead."
                 )
         deltas = {name: now[name].detach() - p.detach() for name, p in parameters.items()}
-    _require_changes(deltas, parameters)
-    return {
-        name: _in_space_of(p, deltas[name].detach().to(p.device)) if name in deltas else torch.zeros_like(p)
-        for name, p in parameters.items()
-    }
-
-
-def _require_changes(deltas: object, parameters: Parameters) -> None:
     if not isinstance(deltas, Mapping):
         raise StepError(
             "local_update must return a mapping from parameter names to changes, or None to use the changes of its "
@@ -334,11 +315,12 @@ def _require_changes(deltas: object, parameters: Parameters) -> None:
                 f"local_update: the change of {name!r} must be a dense tensor of "
                 f"{'complex' if p.is_complex() else 'real'} numbers with the shape {tuple(p.shape)} of the parameter."
             )
-
-
-def _in_space_of(p: Tensor, delta: Tensor) -> Tensor:
-    """Convert the change of a complex parameter to a complex dtype."""
-    return delta.to(torch.promote_types(delta.dtype, torch.complex64)) if p.is_complex() else delta
+    found = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for name, delta in deltas.items():
+        p = parameters[name]
+        kind = torch.promote_types(delta.dtype, torch.complex64) if p.is_complex() else delta.dtype
+        found[name] = delta.detach().to(p.device, kind)
+    return found
 
 
 def _called(update: LocalUpdate, model: nn.Module, microbatch: Any) -> Mapping[str, Tensor] | None:

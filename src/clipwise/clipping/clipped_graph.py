@@ -72,9 +72,26 @@ def clipped_nodes(
                 stack.append(child)
     for node in few:
         _require_nothing_behind(node, names)
-    _require_present(found)
-    _require_uses(found)
-    _require_examples(found, len(losses))
+    for node in found:
+        name = node.role.layer.name
+        if not node.role.is_present:
+            raise StepError(
+                f"The constants of layer {name!r} changed after these losses were computed, so the noise does not fit "
+                "them. Compute the losses of the batch that was drawn last."
+            )
+        if node.examples != len(losses):
+            raise StepError(
+                f"Layer {name!r} clips rows, but the number of its rows is not that of the losses. Keep the examples "
+                "in the first dimension of every input of a layer, with positions in later dimensions, and do not use "
+                "augmentation_multiplicity."
+            )
+    for (layer, _), count in Counter((node.role.layer, node.role.name) for node in found).items():
+        if count > layer.uses:
+            raise UnsupportedModelError(
+                f"Layer {layer.name!r} is used more than {layer.uses} times in one forward pass, which is the number "
+                f"that its sensitivity includes. Pass clip_inputs(..., uses={{{layer.name!r}: n}}) with the largest "
+                "possible number n of uses, a public constant, or use a separate layer for each use."
+            )
     return found, hash(tuple(kinds))
 
 
@@ -138,32 +155,3 @@ def _bounds(layer: ClippedLayer | None, slot: int, parameter: object) -> bool:
     (Attention has three input slots, but its weights are matrices and cannot be inputs.)
     """
     return layer is not None and slot > 0 and any(p is parameter for p in layer.layer.parameters())
-
-
-def _require_present(nodes: list[Node]) -> None:
-    for node in nodes:
-        if not node.role.is_present:
-            raise StepError(
-                f"The constants of layer {node.role.layer.name!r} changed after these losses were computed, so the "
-                "noise does not fit them. Compute the losses of the batch that was drawn last."
-            )
-
-
-def _require_uses(nodes: list[Node]) -> None:
-    for (layer, _), count in Counter((node.role.layer, node.role.name) for node in nodes).items():
-        if count > layer.uses:
-            raise UnsupportedModelError(
-                f"Layer {layer.name!r} is used more than {layer.uses} times in one forward pass, which is the number "
-                f"that its sensitivity includes. Pass clip_inputs(..., uses={{{layer.name!r}: n}}) with the largest "
-                "possible number n of uses, a public constant, or use a separate layer for each use."
-            )
-
-
-def _require_examples(nodes: list[Node], size: int) -> None:
-    for node in nodes:
-        if node.examples != size:
-            raise StepError(
-                f"Layer {node.role.layer.name!r} clips rows, but the number of its rows is not that of the losses. "
-                "Keep the examples in the first dimension of every input of a layer, with positions in later "
-                "dimensions, and do not use augmentation_multiplicity."
-            )

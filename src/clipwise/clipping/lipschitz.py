@@ -60,8 +60,7 @@ class Lipschitz(Strategy):
 
         X_{k+1} = |layer k| X_k,    l_k = l_{k+1} |layer k|,    Delta_k = l_{k+1} X_k
 
-    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed, so a step costs about as
-    much as a non-private one. Bounding introduces no bias, unlike clipping of gradients.
+    (`clipwise.lipschitz` has the rules of every layer). No per-example gradient is computed.
 
     The model must begin with a `layers.ClipInput(input_norm)` or with an embedding of ids. A step also needs the
     outputs of the model: `private.step(losses, outputs=outputs)`.
@@ -94,7 +93,7 @@ class Lipschitz(Strategy):
           not proven). The trace shows that the model processes rows independently. Every step compares its graph, and
           the tensors that the model reads, with the trace.
         - Assumption: each loss depends only on its own outputs (checked in every step by gradients) and on its own
-          targets (checked by shapes; a loss that uses the mean of all targets is not bounded).
+          targets (comparisons of all examples with all targets are refused; a mean of all targets is not detected).
         - Norms are certified upper bounds in float64, with a margin for the rounding of the network's arithmetic. The
           sum over B examples uses that arithmetic, which changes it by a few times B u Delta_k, u = 2^-24 in float32.
           No noise is added for this. An example with a non-finite gradient is replaced by 0.
@@ -227,7 +226,6 @@ class LipschitzClipper(Clipper):
         self._constant = bounded_losses.constant_of(strategy.bounded_loss, network.output_shape)
         self._as_traced = AsTraced(site.model, network)
         self._match = GraphMatch(network)
-        self._repeated = at_outputs.RepeatedOutputs()
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
@@ -251,7 +249,7 @@ class LipschitzClipper(Clipper):
         return True
 
     def on_limit(self) -> dict[str, bool]:
-        return {name: weights.is_on_limit(ratio) for name, ratio in self._ratios.items()}
+        return weights.on_limit(self._ratios)
 
     def _current_bounds(self) -> Bounds:
         effort: Effort = "tight" if self._strategy.tight else "spectral"
@@ -268,8 +266,7 @@ class LipschitzClipper(Clipper):
         self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
-                what = f"the weights {name!r} are not finite"
-                raise UnsupportedModelError(f"Lipschitz: {what}: use a smaller learning rate.")
+                raise UnsupportedModelError(f"Lipschitz: weights {name!r} are not finite: use a smaller learning rate.")
         if self._fixed is None:
             found = bounds_of(self._network, self._constant, limits=self._limits)
             # Frozen parameters and buffers may change, so they are measured again; otherwise the bounds are constant.
@@ -286,10 +283,12 @@ class LipschitzClipper(Clipper):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Load the norms. When the next batch is drawn they are compared with those of the current weights."""
-        norms = state.get("weight_norms")
-        if not (isinstance(norms, Mapping) and _are_alike(norms, self._norms)):
-            raise damaged("the norms of the weights are missing")
-        self._norms, self._is_loaded = {op: dict(found) for op, found in norms.items()}, True
+        try:
+            saved = state["weight_norms"]
+            norms = {op: {name: float(saved[op][name]) for name in found} for op, found in self._norms.items()}
+        except (KeyError, TypeError, ValueError):
+            raise damaged("the norms of the weights are missing") from None
+        self._norms, self._is_loaded = norms, True
         return False
 
     def clipped_sum(self, losses: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
@@ -302,12 +301,12 @@ class LipschitzClipper(Clipper):
         """sum_i J_i^T [g_i]_L: clip gradients at the outputs to the constant L of the loss; one backward pass."""
         if outputs is None:
             return self.clipped_sum(losses)
-        at_outputs.require_outputs(outputs)
+        if not isinstance(outputs, Tensor):
+            raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
         if len(losses) == 0:
             return self.nothing()
         self._require_as_bounded(outputs)
         found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
-        self._repeated.require_none(losses, outputs)
         # Both answers are read in one transfer, since each read synchronizes with the device.
         has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
@@ -347,16 +346,6 @@ class LipschitzClipper(Clipper):
                 "them. Change weights before the next batch is drawn, in place and under torch.no_grad(), not through "
                 ".data."
             )
-
-
-def _are_alike(one: Mapping[str, Any], other: Measured) -> bool:
-    """Whether two sets of norms have the same operations and the same kinds."""
-    return one.keys() == other.keys() and all(
-        isinstance(one[op], Mapping)
-        and one[op].keys() == found.keys()
-        and all(isinstance(value, float) for value in one[op].values())
-        for op, found in other.items()
-    )
 
 
 def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:

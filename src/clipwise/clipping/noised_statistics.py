@@ -38,10 +38,7 @@ class NoisedStatistics:
         mu <- mu + p u / r,    log(v + eps) <- log(v + eps) + p w,    v >= eps,    p = momentum
 
     so R is in units of standard deviations. mu and v start at the values of the layer's buffers: 0 and 1, or those of
-    public data (`layers.recompute_statistics`).
-
-    The buffers `running_mean` and `running_var` change once per release; `num_batches_tracked` counts releases. They
-    are saved with the model. Layers that are in `.eval()` mode at `make_private` do not change.
+    public data (`layers.recompute_statistics`). Layers that are in `.eval()` mode at `make_private` do not change.
 
     Args:
         max_norm: R. Without noise, mu and v change by at most p R per step. The noise is proportional to R: prefer a
@@ -96,12 +93,12 @@ class LayerStatistics:
         for name, layer in site.model.named_modules():
             if isinstance(layer, BatchStatisticsNorm) and layer.training:
                 layer.is_observed = True
-                self._layers[part_name(name)] = layer
+                self._layers[f"{STATISTICS_OF}{name or 'the model'}"] = layer
         if not self._layers:
             raise ConfigurationError(
-                "running_statistics=NoisedStatistics(...) found no layer to learn for. Before make_private call "
-                "clipwise.layers.without_running_statistics(model) for Batch, or with_released_statistics(model) for "
-                "PerExample, and model.train()."
+                "running_statistics=NoisedStatistics(...) found no layer whose statistics it could release. "
+                "Before make_private call clipwise.layers.without_running_statistics(model) for Batch, or "
+                "with_released_statistics(model) for PerExample, and model.train()."
             )
         for name in self._layers:
             if name in site.parameters:
@@ -116,7 +113,7 @@ class LayerStatistics:
     def clipped(self, losses: Tensor) -> dict[str, Tensor]:
         """[(u, w)]_R of each layer in float64, from the forward pass of one microbatch."""
         return {
-            name: clipped_sum(_of_microbatch(layer, seen)[None], self._rule.max_norm)
+            name: clipped_sum(_deviations(layer, seen, by_row=False), self._rule.max_norm)
             for name, layer, seen in self._seen(losses)
         }
 
@@ -129,7 +126,7 @@ class LayerStatistics:
                     f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
                     "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
                 )
-            found[name] = clipped_sum(_of_rows(layer, seen), self._rule.max_norm)
+            found[name] = clipped_sum(_deviations(layer, seen, by_row=True), self._rule.max_norm)
         return found
 
     def _seen(self, losses: Tensor) -> Iterator[tuple[str, BatchStatisticsNorm, list[Observation]]]:
@@ -156,7 +153,7 @@ class LayerStatistics:
     def nothing(self) -> dict[str, Tensor]:
         """The contribution of an empty microbatch: zeros."""
         return {
-            name: torch.zeros(2 * m.num_features, dtype=torch.float64, device=_buffers(m)[0].device)
+            name: torch.zeros(2 * m.num_features, dtype=torch.float64, device=m.running_mean.device)
             for name, m in self._layers.items()
         }
 
@@ -169,10 +166,8 @@ class LayerStatistics:
             step = (self._rule.momentum * means[name].to(mean_C)).nan_to_num().clamp(-1, 1)
             u_C, w_C = step.chunk(2)
             spread_C = var_C + layer.eps
-            running_mean, running_var = _buffers(layer)
-            running_mean.copy_(mean_C + u_C * spread_C.sqrt())
-            running_var.copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
-            assert layer.num_batches_tracked is not None
+            layer.running_mean.copy_(mean_C + u_C * spread_C.sqrt())
+            layer.running_var.copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
             layer.num_batches_tracked += 1
             layer.has_statistics = True
 
@@ -188,35 +183,20 @@ def _require_settled(model: nn.Module) -> None:
             )
 
 
-def part_name(layer: str) -> str:
-    """The name of the part of a layer."""
-    return f"{STATISTICS_OF}{layer or 'the model'}"
+def _deviations(layer: BatchStatisticsNorm, seen: list[Observation], by_row: bool) -> Tensor:
+    """(u_i, w_i) [B, 2c] of each row, or (u, w) [1, 2c] of all, over all calls of the layer, clamped to [-1, 1].
 
-
-def _of_microbatch(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
-    """(u, w) [2c] of all rows, over all calls of the layer; every value has equal weight."""
-    count = max(1, sum(len(one.mean_BC) * one.positions for one in seen))
-    sums = [[x_BC.sum(0) * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
-    return _deviation(layer, sums, count)
-
-
-def _of_rows(layer: BatchStatisticsNorm, seen: list[Observation]) -> Tensor:
-    """(u_i, w_i) [B, 2c] of each row, over all calls of the layer; every value has equal weight."""
-    sums = [[x_BC * one.positions for x_BC in _about_mean(layer, one)] for one in seen]
-    return _deviation(layer, sums, max(1, sum(one.positions for one in seen)))
-
-
-def _about_mean(layer: BatchStatisticsNorm, one: Observation) -> tuple[Tensor, Tensor]:
-    """m - mu and q of each row, in float64."""
-    mean_C, _ = _moments(layer)
-    apart_BC = one.mean_BC.to(mean_C) - mean_C
-    return apart_BC, one.var_BC.to(mean_C) + apart_BC.square()
-
-
-def _deviation(layer: BatchStatisticsNorm, sums: list[list[Tensor]], count: int) -> Tensor:
-    """(u, w) from sums of m - mu and q over calls, clamped to [-1, 1]; NaN stays NaN."""
-    apart, square = (torch.stack(x).sum(0) / count for x in zip(*sums, strict=True))
-    spread_C = _moments(layer)[1] + layer.eps
+    Every value has equal weight. NaN stays NaN.
+    """
+    mean_C, var_C = _moments(layer)
+    sums, count = [], 0
+    for one in seen:
+        apart_BC = one.mean_BC.to(mean_C) - mean_C
+        both = apart_BC, one.var_BC.to(mean_C) + apart_BC.square()  # m - mu and q
+        sums.append([(x_BC if by_row else x_BC.sum(0, keepdim=True)) * one.positions for x_BC in both])
+        count += one.positions * (1 if by_row else len(apart_BC))
+    apart, square = (torch.stack(x).sum(0) / max(1, count) for x in zip(*sums, strict=True))
+    spread_C = var_C + layer.eps
     w = (square.clamp(min=layer.eps) + layer.eps) / spread_C - 1
     return torch.cat([apart / spread_C.sqrt(), w], -1).clamp(-1, 1)
 
@@ -228,12 +208,6 @@ def clipped_sum(vectors_N: Tensor, bound: float) -> Tensor:
     return torch.where(norms_N1.isfinite(), vectors_N * weights_N1, 0).sum(0)
 
 
-def _buffers(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:
-    assert layer.running_mean is not None and layer.running_var is not None
-    return layer.running_mean, layer.running_var
-
-
 def _moments(layer: BatchStatisticsNorm) -> tuple[Tensor, Tensor]:
     """mu and v, in float64."""
-    mean_C, var_C = _buffers(layer)
-    return mean_C.double(), var_C.double()
+    return layer.running_mean.double(), layer.running_var.double()

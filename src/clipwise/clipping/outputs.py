@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +15,6 @@ from clipwise.gradients.walk import Node
 # Relative to the norm of a row. A loss with a mean over the batch has an error of about the norm.
 _ROUNDING = 1e-4
 _TINY = 1e-25  # absolute tolerance, for subnormal numbers
-Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,11 @@ def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters
     Raises if the losses depend on parameters other than through the outputs. If each loss depends on its own outputs
     only, weights w_i on the losses multiply row j of the gradient by w_j.
     """
-    rows = _rows_each(losses, outputs)
+    if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
+        raise StepError(
+            "outputs does not have one row for each example of the batch: pass the outputs of the model for it."
+        )
+    rows = len(outputs) // len(losses)
     _require_only_through(losses, outputs, parameters)
     plain = _gradient(losses, outputs, torch.ones_like(losses))
     if len(losses) == 1:
@@ -86,27 +87,15 @@ def _gradient(losses: Tensor, outputs: Tensor, weights_B: Tensor) -> Tensor:
     return found.detach()
 
 
-def require_outputs(outputs: object) -> None:
-    """Raise if the outputs are not a tensor."""
-    if not isinstance(outputs, Tensor):
-        raise StepError(f"outputs must be the tensor that the model returned, not {type(outputs).__name__}.")
-
-
-def _rows_each(losses: Tensor, outputs: Tensor) -> int:
-    if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
-        raise StepError(
-            "outputs does not have one row for each example of the batch: pass the outputs of the model for it."
-        )
-    return len(outputs) // len(losses)
-
-
 def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameters) -> None:
     """Raise if the losses depend on a parameter other than through the outputs."""
     names = {id(p): name for name, p in parameters.items()}
     root: Node = losses.grad_fn
     if root is None:
         raise StepError("losses carries no gradient: compute it from the model's output.")
-    for node in _between(root, outputs.grad_fn):
+    entered = {None, root, outputs.grad_fn}
+    nodes = [] if root is outputs.grad_fn else [root]
+    for node in nodes:  # grows during the loop
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise StepError(
@@ -114,56 +103,6 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
                 "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
                 "weight_decay. Use only one forward pass."
             )
-
-
-class RepeatedOutputs:
-    """Raises if broadcasting in the losses adds a second dimension of the batch size.
-
-    Outputs (B, 1) minus targets (B,) are (B, B), so every loss depends on the targets of all examples. The gradient at
-    the outputs does not show this, because outputs are not combined; the shapes in the graph do. A public size (10
-    thresholds, say) may equal the batch size by chance: a sequence of operations that passed once is not checked again.
-    """
-
-    def __init__(self) -> None:
-        self._harmless: set[tuple[str, ...]] = set()
-
-    def require_none(self, losses: Tensor, outputs: Tensor) -> None:
-        """Check every operation between the outputs and the losses."""
-        if len(losses) < 2 or losses.grad_fn is None:
-            return
-        nodes = _between(losses.grad_fn, outputs.grad_fn)
-        wiring = tuple(node.name() for node in nodes)
-        if wiring in self._harmless:
-            return
-        sizes = {len(losses), len(outputs)}
-        for node in nodes:
-            taken = [child._input_metadata[i].shape for child, i in node.next_functions if child is not None]
-            for made in (m.shape for m in node._input_metadata):
-                if taken and _is_repeated(made, taken, sizes):
-                    raise CoupledExamplesError(
-                        f"losses: {node.name().removesuffix('Backward0')} makes one entry for each pair of examples, "
-                        "so the loss of one depends on the targets of all. Usual cause: outputs of shape (B, 1) and "
-                        "targets of shape (B,): give targets the shape of the outputs. (If another dimension equals "
-                        "the batch size by chance, use another batch size.)"
-                    )
-        self._harmless.add(wiring)
-
-
-def _between(root: Node, end: Node | None) -> list[Node]:
-    found, entered = [] if root is end else [root], {None, root, end}
-    for node in found:  # grows on the way
-        for child, _ in node.next_functions:
-            if child not in entered:
-                entered.add(child)
-                found.append(child)
-    return found
-
-
-def _is_repeated(made: Shape, taken: Sequence[Shape], sizes: set[int]) -> bool:
-    """Whether a result has more entries and more dimensions of the batch size than each operand."""
-    found = _count(made, sizes)
-    return found > 1 and all(math.prod(made) > math.prod(t) and found > _count(t, sizes) for t in taken)
-
-
-def _count(shape: Shape, sizes: set[int]) -> int:
-    return sum(n in sizes for n in shape)
+        following = dict.fromkeys(child for child, _ in node.next_functions if child not in entered)
+        entered.update(following)
+        nodes += following

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from clipwise.errors import ClipwiseError, ConfigurationError
-from clipwise.sampling import Fetcher
 from clipwise.sampling.batch_structure import arguments_of, map_tensors
+from clipwise.sampling.fetch import Fetcher
 from clipwise.validation.arguments import whole
 
 Loss = Callable[..., Tensor]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from clipwise.clipping.base import Bound, Site, damaged
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Adjacency
 from clipwise.validation.arguments import number, with_plain_numbers
 
 if TYPE_CHECKING:
@@ -60,14 +59,16 @@ def group_parameters(
         raise ConfigurationError(
             f"{argument}={parts!r} is not known: use 'all', 'layer', 'tensor' or lists of parameter names."
         )
-    named = _named(parts, argument)
-    for part, names in named.items():
+    grouped: dict[str, list[str]] = {}
+    for part, names in _named(parts, argument).items():
         if not names:
             raise ConfigurationError(f"{argument}: {part!r} has no parameters; remove it.")
-    grouped = {
-        part: [n for want in _in_order(names) for n in _under(want, parameters, argument)]
-        for part, names in named.items()
-    }
+        grouped[part] = []
+        for wanted in _in_order(names):
+            found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
+            if not found:
+                raise ConfigurationError(f"{argument}: {wanted!r} is not a trainable parameter or module of the model.")
+            grouped[part] += found
     seen = [name for names in grouped.values() for name in names]
     for name in parameters:
         if seen.count(name) != 1:
@@ -87,11 +88,10 @@ def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
     parts = given
     if isinstance(parts, (list, tuple)):
         parts = {f"group {i}": names for i, names in enumerate(parts)}
-    lists = list(parts.values()) if isinstance(parts, Mapping) else [None]
-    if all(isinstance(names, (list, tuple, set, frozenset)) for names in lists) and all(
-        isinstance(name, str) for names in lists for name in names or ()
+    if isinstance(parts, Mapping) and all(
+        isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+        for names in parts.values()
     ):
-        assert isinstance(parts, Mapping)
         return parts
     raise ConfigurationError(
         f"{argument}={given!r} is not known: use 'all', 'layer', 'tensor', or a list of lists of parameter names, "
@@ -111,13 +111,6 @@ def described_groups(groups: Groups) -> Any:
 def _in_order(names: Collection[str]) -> list[str]:
     """The names in a reproducible order: the order of a set differs between processes."""
     return sorted(names) if isinstance(names, (set, frozenset)) else list(names)
-
-
-def _under(wanted: str, parameters: Mapping[str, torch.nn.Parameter], argument: str) -> list[str]:
-    found = [name for name in parameters if name == wanted or name.startswith(wanted + ".")]
-    if not found:
-        raise ConfigurationError(f"{argument}: {wanted!r} is not a trainable parameter or module of the model.")
-    return found
 
 
 def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) -> dict[str, float]:
@@ -344,16 +337,16 @@ class QuantileNorms(Constants):
             if name in site.parameters:
                 raise ConfigurationError(f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter.")
         # b - 1/2 lies in [-1/2, 1/2].
-        sensitivity = 1.0 if site.adjacency is Adjacency.REPLACE_ONE else 0.5
-        self.bounds = tuple(Bound(name, (), sensitivity, quantile.count_noise) for name in self._names.values())
+        self.bounds = tuple(Bound(name, (), site.factor / 2, quantile.count_noise) for name in self._names.values())
 
     def counts(self, norms: Mapping[str, Tensor], muted_B: Tensor, real_B: Tensor | None = None) -> dict[str, Tensor]:
         """sum_i (b_i - 1/2) of each part over the real examples, in float64."""
         counted_B = torch.ones_like(muted_B) if real_B is None else real_B
-        return {
-            self._names[part]: (_within(norms[part], C, muted_B) - 0.5).mul(counted_B).sum().reshape(1)
-            for part, C in self.norms.items()
-        }
+        found = {}
+        for part, C in self.norms.items():
+            b_B = (1.5 - norms[part].to(torch.float64) / C).clamp(0, 1).masked_fill(muted_B, 0)
+            found[self._names[part]] = (b_B - 0.5).mul(counted_B).sum().reshape(1)
+        return found
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
         """C <- C exp(-learning_rate (f - target)), in logarithms to avoid overflow."""
@@ -379,8 +372,3 @@ class QuantileNorms(Constants):
             raise damaged("its norms are missing or out of range")
         self.norms.update(norms)
         return True
-
-
-def _within(norm_B: Tensor, C: float, muted_B: Tensor) -> Tensor:
-    """b_i: 1 up to C/2, 0 from 3C/2, linear in between."""
-    return (1.5 - norm_B.to(torch.float64) / C).clamp(0, 1).masked_fill(muted_B, 0)

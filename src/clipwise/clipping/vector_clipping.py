@@ -100,17 +100,12 @@ class VectorClipping(Strategy):
                 text, changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)"
             )
         if "running_statistics" in recorded:
-            released = "noised statistics of batch norm layers, which they use in evaluation"
-            text = replace(text, released=released)
-        return replace(text, public_data=_used_for_norms(policy.get("norms from")))
-
-
-def _used_for_norms(source: object) -> str:
-    """The public data used for typical norms, or ""."""
-    if not (isinstance(source, Mapping) and "public" in source):
-        return ""
-    count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
-    return f"{source['public']} ({count}), for typical gradient norms"
+            text = replace(text, released="noised statistics of batch norm layers, which they use in evaluation")
+        source = policy.get("norms from")
+        if isinstance(source, Mapping) and "public" in source:
+            count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
+            text = replace(text, public_data=f"{source['public']} ({count}), for typical gradient norms")
+        return text
 
 
 class VectorClipper(Clipper):

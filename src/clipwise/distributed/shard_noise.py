@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipwise.noise.gaussian import BUCKET, buckets, gaussian, gaussian_in_pieces
 from clipwise.noise.key import NoiseKey
-from clipwise.noise.mechanism import noise_label, scales_of, secure_label
+from clipwise.noise.mechanism import TOGETHER, noise_label, scales_of, secure_label
 from clipwise.noise.secure import noised_on_grid, rounded_gaussian
 from clipwise.privacy import Part
 
@@ -90,7 +90,7 @@ class _Streams:
         if is_together:
             stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
             sizes = [spans[name].size for name in stds]
-            flat = gaussian_in_pieces(key.derive("noise/together"), sizes, list(stds.values()))
+            flat = gaussian_in_pieces(key.derive(TOGETHER), sizes, list(stds.values()))
             self._together = dict(zip(stds, torch.split(flat, sizes), strict=True))
 
     def noise(

@@ -109,8 +109,8 @@ class Captured:
         if bounds_of(context) != self.bounds:
             context.loader.reset()
             raise StepError(
-                "Clips were changed between two pieces of a batch: change them between batches, after a step that "
-                "returned True."
+                "Clipping constants were changed between two pieces of a batch: change them between batches, "
+                "after a step that returned True."
             )
         if state_of(context.model) != self._state:
             raise StepError(

@@ -19,7 +19,6 @@ import torch
 
 from clipwise.errors import CheckpointError
 from clipwise.ledger.durable_files import replace_file, sync_folder
-from clipwise.ledger.run_description import UNDERSTATED, is_understated
 from clipwise.privacy import Entry, Event
 from clipwise.validation.arguments import plain, require_path
 
@@ -86,8 +85,6 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
         complete = False
     if not complete:
         raise CheckpointError("This state_dict of a private run is damaged: use the one saved before it.")
-    if any(is_understated(entry.event, state["configuration"].get("strategy")) for entry in history):
-        raise CheckpointError(f"The checkpoint's run has {UNDERSTATED}.")
     return history
 
 

@@ -292,7 +292,7 @@ def _can_capture(device: torch.device) -> bool:
 
 
 def _can_compile(device: torch.device) -> bool:
-    """Whether "auto" compiles. On CUDA it captures: there Inductor's form is not measured yet and must be asked for."""
+    """Whether "auto" compiles. On CUDA it captures: there Inductor's form is not measured yet and must be requested."""
     from clipwise.engine import inductor
 
     return device.type != "cuda" and inductor.is_available(device.type)

@@ -21,8 +21,8 @@ from clipwise.ledger.planned_run import awaiting_training
 from clipwise.noise.key import NoiseKey, StepKeys
 from clipwise.noise.secure import on_grid
 from clipwise.privacy import Part
-from clipwise.sampling import ByUser, PrivateLoader
-from clipwise.sampling.loader import Piece
+from clipwise.sampling.loader import Piece, PrivateLoader
+from clipwise.sampling.microbatches import ByUser
 from clipwise.validation import training_loop
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest

@@ -38,8 +38,11 @@ from clipwise.ledger.multi_run import Held
 from clipwise.ledger.run_description import About
 from clipwise.optim.averaging import AveragedParameters, Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
-from clipwise.sampling import DRAWN_BY_MICROBATCHES, ByUser, Fetcher, Partition, Scheme, make_scheme, microbatches_of
 from clipwise.sampling.augmentation import Views
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.microbatches import ByUser, microbatches_of
+from clipwise.sampling.schemes import DRAWN_BY_MICROBATCHES, Partition, make_scheme
 from clipwise.validation import step_inputs
 from clipwise.validation.arguments import number, plain, require_bool, require_path, whole
 from clipwise.validation.public_overlap import require_apart

@@ -13,10 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from clipwise.gradients import forms  # noqa: F401 (defines operators)
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic
 
 _aten = torch.ops.aten
 _MATRICES = (_aten.mm, _aten.bmm, _aten.mv, _aten.dot, _aten.addmm, _aten.baddbmm, _aten.addmv)
+_OWN = tuple(getattr(torch.ops.clipwise, name) for name in ("gram_squares", "window_squares"))  # in forms/
 _CONVOLUTION = _aten.convolution
 _BACKWARD = _aten.convolution_backward
 _ONLY_WEIGHT = [False, True, False]
@@ -44,7 +46,8 @@ def operation(func: Any, args: tuple[Any, ...], around: Settings) -> Callable[..
     """The pinned form of an operation that is called under other settings than those around the step, or None."""
     packet = func.overloadpacket
     is_convolution = packet in (_CONVOLUTION, _BACKWARD)
-    if not (is_convolution or packet in _MATRICES) or not _has_float32(args):
+    is_product = is_convolution or packet in _MATRICES
+    if packet not in _OWN and not (is_product and _has_float32(args)):
         return None
     now = settings()
     if now[is_convolution] == around[is_convolution]:
@@ -64,8 +67,8 @@ def _has_float32(args: tuple[Any, ...]) -> bool:
     return any(isinstance(t, Tensor) and t.dtype == torch.float32 for t in args)
 
 
-def _define(name: str, schema: str, act: Callable[..., Tensor], arithmetic: Arithmetic) -> None:
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+def _define(name: str, schema: str, act: Callable[..., Any], arithmetic: Arithmetic) -> None:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with arithmetic.products():
             return act(*args, **kwargs)
 
@@ -88,7 +91,7 @@ def _of_weight(name: str) -> Callable[..., tuple[None, Tensor, None]]:
 
 _weight_gradients: dict[Name, Callable[..., tuple[None, Tensor, None]]] = {}
 for _arithmetic in (IEEE, TF32):
-    for _packet in (*_MATRICES, _CONVOLUTION):
+    for _packet in (*_MATRICES, *_OWN, _CONVOLUTION):
         _schema = str(_packet.default._schema)
         _define(f"{_arithmetic.name}_{_packet.__name__}", _schema[_schema.index("(") :], _packet, _arithmetic)
     _own = f"{_arithmetic.name}_weight_gradient"

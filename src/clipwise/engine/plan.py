@@ -23,8 +23,9 @@ from clipwise.ledger.multi_run import Held
 from clipwise.noise.secure import require_cipher
 from clipwise.optim.averaging import AveragedParameters, Penalty
 from clipwise.privacy import SUPPORTED, Adjacency, Event, Part, Sampling, Unit
-from clipwise.sampling import Cut, Scheme
 from clipwise.sampling.augmentation import Views
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.microbatches import Cut
 from clipwise.validation.first_batches import Loss
 
 # Far beyond any use; their squares fit into float32.

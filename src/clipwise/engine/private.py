@@ -30,7 +30,10 @@ from clipwise.ledger import multi_run
 from clipwise.optim.averaging import AveragedParameters
 from clipwise.privacy import Part, Spent
 from clipwise.report.statement import Statement
-from clipwise.sampling import Fetcher, PrivateLoader, Scheme, generators
+from clipwise.sampling import generators
+from clipwise.sampling.base import Scheme
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.loader import PrivateLoader
 from clipwise.validation import training_loop
 from clipwise.validation.arguments import number, one_of
 from clipwise.validation.first_batches import Loss

@@ -217,8 +217,8 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
             context.partial = None
             context.loader.reset()
             raise StepError(
-                "Weights or clips were changed between two pieces of a batch, so one noise level does not fit both. "
-                "Change them between batches: private.step returns True when a batch is complete."
+                "Weights or clipping constants were changed between two pieces of a batch, so one noise level does not "
+                "fit both. Change them between batches: private.step returns True when a batch is complete."
             )
         for name, gathered in total.items():
             gathered += clipped.pop(name)  # frees its memory

@@ -8,6 +8,7 @@ from clipwise.gradients.forms import Form, Outer, Rows, Written
 from clipwise.gradients.layout import Layout
 from clipwise.gradients.methods import METHODS, per_example_gradients
 from clipwise.gradients.plain import by_loop
+from clipwise.gradients.probed_steps import ProbedWarning
 from clipwise.gradients.rules.registry import RuleDoesNotApply, register, register_for_all_outputs, registered
 from clipwise.gradients.stream import FallbackWarning, Memory
 
@@ -19,6 +20,7 @@ __all__ = [
     "Memory",
     "Outer",
     "PerExampleGradients",
+    "ProbedWarning",
     "Rows",
     "RuleDoesNotApply",
     "Written",

@@ -1,6 +1,6 @@
 """Per-example gradients of parameters: from single uses to parameters, and their norms and weighted sums.
 
-A use gives gradients with respect to its input tensor, which may be made of parameters: transposes, views, casts,
+A use gives gradients with respect to its input tensor, which may be computed from parameters: transposes, views, casts,
 normalised or adapted weights. If that tensor is a view of one parameter (an *isometric* path), the norm is the
 parameter's own, and only the weighted sum is carried back. Otherwise each example's gradient is written out and carried
 back separately.
@@ -15,18 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipwise.gradients.forms import Budget, Form, Outer, Rows, Tied, Written, at_least_float32
+from clipwise.gradients.forms import Budget, Form, Head, Outer, Rows, Tied, Written, at_least_float32
+from clipwise.gradients.forms.base import bytes_of
 from clipwise.gradients.outline import BY_HAND, CASTS, TRANSPOSE, Route
 from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.gradients.walk import Graph, Node, dtype_at, node_name
+from clipwise.kernels.tracing import is_tracing
 
 KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU
 _KEEP_SHARE = 1 / 16  # of a CUDA device's memory
+_CACHED_BYTES = 8 * 2**20  # of gradients that are written out at once on a CPU
 _TRANSPOSE = (TRANSPOSE,)
 
 Parameters = Mapping[str, torch.nn.Parameter]
@@ -63,27 +67,26 @@ class Path:
         gradient = gradient if gradient.dtype is torch.float32 else at_least_float32(gradient)
         return gradient.to(parameter.device)
 
-    def pull_each(self, gradients_b: Tensor) -> dict[str, Tensor]:
-        """Carry the gradients of several examples back, each separately: [b, ...]."""
+    def pull_each(self, gradients_b: Tensor, name: str) -> Tensor:
+        """Carry the gradients of several examples back to one parameter, each separately: [b, ...]."""
         if self.isometric and self.steps in BY_HAND:
             transposes = self.steps == _TRANSPOSE and gradients_b.dim() == 3
-            return dict.fromkeys(self.parameters, gradients_b.mT if transposes else gradients_b)
+            return gradients_b.mT if transposes else gradients_b
         gradients_b = gradients_b.to(dtype_at(self.source, self.number))
+        back = partial(self._backward, name)
         try:
-            found = self._backward(gradients_b, batched=True)
+            return torch.vmap(back)(gradients_b)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # torch cannot batch an operation of the path
-            each = [self._backward(g, batched=False) for g in gradients_b]
-            found = tuple(torch.stack(grads) for grads in zip(*each, strict=True))
-        return dict(zip(self.parameters, found, strict=True))
+            return torch.stack([back(gradient) for gradient in gradients_b])
 
-    def _backward(self, gradient: Tensor, batched: bool) -> tuple[Tensor, ...]:
+    def _backward(self, name: str, gradient: Tensor) -> Tensor:
         edge = torch.autograd.graph.GradientEdge(self.source, self.number)
-        targets = list(self.parameters.values())
-        return torch.autograd.grad(
-            [edge], targets, [gradient], retain_graph=True, is_grads_batched=batched, materialize_grads=True
+        (found,) = torch.autograd.grad(
+            [edge], [self.parameters[name]], [gradient], retain_graph=True, materialize_grads=True
         )
+        return found
 
 
 def paths_in(graph: Graph, parameters: Parameters) -> list[dict[int, Path]]:
@@ -164,7 +167,7 @@ class PerExampleGradients:
     def instantiate(self, examples: slice) -> dict[str, Tensor]:
         """The gradients of some examples, written out: [b, *shape]."""
         with ieee_arithmetic():
-            return {name: c.path.pull_each(c.form.instantiate(examples))[name] for name, c in self.by_parameter.items()}
+            return {name: c.path.pull_each(c.form.instantiate(examples), name) for name, c in self.by_parameter.items()}
 
     def mass(self, example: int) -> float:
         """The norm of the terms that sum to an example's gradient, over all parameters."""
@@ -193,14 +196,21 @@ def written_out(name: str, parameter: torch.nn.Parameter, dtype: torch.dtype, us
     """The sum of all uses of one parameter, written out per example."""
 
     def make(examples: slice) -> Tensor:
-        each = (c.path.pull_each(c.form.instantiate(examples))[name] for c in uses)
+        each = (c.path.pull_each(c.form.instantiate(examples), name) for c in uses)
         total = next(each)
         for gradients in each:
             total = total + gradients
         return total
 
-    written = Written(uses[0].form.batch, parameter.shape, dtype, make)
+    written = Written(uses[0].form.batch, parameter.shape, dtype, make, _piece(parameter, dtype))
     return Contribution(written, Path.identity(name, parameter))
+
+
+def _piece(parameter: torch.nn.Parameter, dtype: torch.dtype) -> int | None:
+    """How many gradients to write out at once on a CPU: paths of several operations pass through them repeatedly."""
+    if parameter.device.type != "cpu" or is_tracing():
+        return None
+    return max(1, _CACHED_BYTES // bytes_of(1, parameter.shape, dtype))
 
 
 def _upright(c: Contribution) -> Form | None:
@@ -214,9 +224,12 @@ def _upright(c: Contribution) -> Form | None:
 
 def _side_by_side(forms: list[Form]) -> Form | None:
     """Concatenates the positions of products, and the entries of lookups, in one form of each kind."""
+    heads = [f for f in forms if isinstance(f, Head)]
     outers = [f for f in forms if isinstance(f, Outer)]
     rows = [f for f in forms if isinstance(f, Rows)]
     if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
+        if len(heads) == 1 and len(rows) == len(forms) - 1 and {f.V for f in rows} <= {heads[0].shape[0]}:
+            return heads[0].with_rows(_one_table(rows)) if rows else heads[0]
         return None  # some index whole rows, others single entries
     outer = _one_product(outers) if outers else None
     table = _one_table(rows) if rows else None

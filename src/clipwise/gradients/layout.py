@@ -38,6 +38,7 @@ N: rows along an axis, T: the largest number of rows of an example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -217,7 +218,9 @@ class Probe:
         """|p|^2, <p, w> and |w|^2 of every row along an axis."""
         rest = self.plain.numel() // max(1, self.plain.shape[axis])
         p, w = (as_real(x.movedim(axis, 0).reshape(x.shape[axis], rest)) for x in self._speaking)
-        return p.square().sum(1), (p * w).sum(1), w.square().sum(1)
+        product = p * w  # its memory is used again: fresh memory takes longer than the arithmetic
+        pw = product.sum(1)
+        return torch.mul(p, p, out=product).sum(1), pw, torch.mul(w, w, out=product).sum(1)
 
     def ratios(self, axis: int) -> Tensor:
         """The factor between weighted and plain gradient of each row along an axis; 0 for rows without a gradient."""
@@ -231,17 +234,20 @@ class Probe:
         Entries that are not finite become 0. The other entries of their row still count; otherwise one bad example
         would make every axis that crosses it pass.
         """
-        silent = ~(torch.isfinite(self.plain) & torch.isfinite(self.weighted))
         wide = torch.complex128 if self.plain.is_complex() else torch.float64
-        p, w = (x.to(wide).masked_fill(silent, 0) / self._scale for x in (self.plain, self.weighted))
-        return p, w
+        p, w = (x.to(wide, copy=True) for x in (self.plain, self.weighted))
+        if not math.isfinite(_largest(self.plain) + _largest(self.weighted)):
+            silent = ~(torch.isfinite(self.plain) & torch.isfinite(self.weighted))
+            p.masked_fill_(silent, 0)
+            w.masked_fill_(silent, 0)
+        return p.div_(self._scale), w.div_(self._scale)
 
     @cached_property
     def _scale(self) -> float:
-        if self.plain.numel() == 0:
-            return 1.0
-        largest = max(float(x.nan_to_num(0, 0, 0).abs().max()) for x in (self.plain, self.weighted))
-        return largest or 1.0
+        largest = _largest(self.plain), _largest(self.weighted)
+        if not math.isfinite(sum(largest)):
+            largest = _largest(self.plain.nan_to_num(0, 0, 0)), _largest(self.weighted.nan_to_num(0, 0, 0))
+        return max(largest) or 1.0
 
     @property
     def _lost(self) -> float:
@@ -265,6 +271,16 @@ class Probe:
             moments = self._moments(axis)
             found.extend(h for h in same if self._agrees(h, moments))
         return found
+
+
+def _largest(x: Tensor) -> float:
+    """The largest absolute value, NaN if there is one; 0 for an empty tensor."""
+    if x.numel() == 0:
+        return 0.0
+    if x.is_complex():
+        return float(x.abs().max())
+    least, most = torch.aminmax(x)
+    return float(torch.maximum(-least, most))
 
 
 def surviving(probes: Sequence[Probe]) -> list[Layout]:

@@ -50,7 +50,7 @@ CLOSED = PURE | named(
 ROW_MOVERS = named(
     *("Index", "IndexSelect", "IndexPut", "IndexPutImpl", "IndexAdd", "IndexCopy", "Gather", "Scatter"),
     *("ScatterAdd", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "TakeAlongDim", "Take", "AsStrided"),
-    *("PackPaddedSequence", "Embedding", "EmbeddingBag"),
+    *("ScatterReduce", "IndexReduce", "SegmentReduce", "PackPaddedSequence", "Embedding", "EmbeddingBag"),
 ) | {"torch::autograd::CopySlices"}
 
 # Nodes that select rows of a table, and where they hold the indices.
@@ -118,7 +118,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class UsePlan:
-    """A place that carries examples and takes tensors made of parameters alone: operand -> (place, output)."""
+    """A place that carries examples and takes tensors computed from parameters alone: operand -> (place, output)."""
 
     index: int
     operands: dict[int, tuple[int, int]]
@@ -143,7 +143,7 @@ class Route:
 
 
 class Operand(NamedTuple):
-    """An input of a use that is made of parameters: the index of the use, and the input position."""
+    """An input of a use that is computed from parameters: the index of the use, and the input position."""
 
     use: int
     number: int
@@ -172,9 +172,15 @@ class Trust:
 class Outline:
     """The structure of one kind of graph. Outlines are equal if all entries are; the hash is cached."""
 
-    def __init__(self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], moves_rows: bool) -> None:
-        """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare."""
-        self.entries, self.output, self.cutting, self.moves_rows = entries, output, cutting, moves_rows
+    def __init__(
+        self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], movers: tuple[int, ...]
+    ) -> None:
+        """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare.
+
+        `movers`: the places where data can reorder rows.
+        """
+        self.entries, self.output, self.cutting, self.movers = entries, output, cutting, movers
+        self.moves_rows = bool(movers)
         self.parameters = {i: entry.name for i, entry in enumerate(entries) if entry.inputs is None}
         # Each place before its inputs: the order in which graphs are compared, from the losses on.
         self.backwards = [(i, e.name, e.inputs) for i, e in reversed(list(enumerate(entries)))]
@@ -217,7 +223,8 @@ class Plan:
     Attributes:
         uses: in the order of the walk.
         open: places that may or may not carry examples.
-        taken_for_derived: places assumed to be made of parameters alone, without proof.
+        taken_for_derived: places assumed to be computed from parameters alone, without proof.
+        derived: places computed from parameters alone.
         is_coupled: whether no row of any tensor belongs to one example alone.
         paths: paths of all operands (examples.py) and the parameters that they lead to, if no path needs autograd.
     """
@@ -250,6 +257,7 @@ class Plan:
                     derived.add(index)
                     continue
             self.uses.append(UsePlan(index, operands, outline.outputs[index]))
+        self.derived = frozenset(derived)
         self.is_coupled = len(outline.entries) - 1 in derived and not self.open
 
     @cached_property

@@ -17,13 +17,23 @@ from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.layout import Layout, resized
+from clipwise.gradients.movers import Reading, Source, mover_places, sources_of
 from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
+from clipwise.gradients.probed_steps import Probing
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
-from clipwise.gradients.walk import USUAL_CAUSES, Edge, Graph, Node, behind, node_name, output_shape, parameters_behind
+from clipwise.gradients.walk import (
+    USUAL_CAUSES,
+    Edge,
+    Graph,
+    Node,
+    Place,
+    behind,
+    node_name,
+    output_shape,
+    parameters_behind,
+)
 from clipwise.kernels.tracing import is_tracing
-
-Place = tuple[int, int]  # index and output of a use
 
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
@@ -43,8 +53,10 @@ class Finding:
     """The probe results for graphs with one outline."""
 
     carries_data: dict[int, bool]
-    # The first layout is used. The probes could not distinguish the others from it.
+    # At the uses and around the operations that can move rows. The first layout is used. The probes could not
+    # distinguish the others from it.
     layouts: dict[Place, list[Layout]]
+    sources: dict[Place, frozenset[Source]] = field(default_factory=dict)  # for rows in a data-dependent order
     agreed: int = 1
     used: int = 0
     plan: Plan | None = None
@@ -59,6 +71,7 @@ class Resolved:
     layouts: dict[int, dict[int, Layout]]
     gradients: dict[Edge, Tensor] | None  # of the plain sum of losses, if probed
     doubts: dict[int, dict[int, list[Layout]]]  # alternatives that no probe could distinguish
+    silent: frozenset[Place] = frozenset()  # where no gradient may arrive
 
     def disagreements(self, index: int, outputs: Mapping[int, Tensor]) -> list[Tensor]:
         """For each doubt of a use, whether a gradient is nonzero where two possible layouts have different owners."""
@@ -71,7 +84,7 @@ class Resolved:
 
 @dataclass
 class Growth:
-    """Whether a tensor grows with the batch. A tensor made of parameters alone does not.
+    """Whether a tensor grows with the batch. A tensor computed from parameters alone does not.
 
     With dynamic padding it may have the padded length, which can be a multiple of a small batch size by chance. So
     there are two criteria. Rows that data select from a table are no positions, and two changes of the batch size are
@@ -139,13 +152,16 @@ class Resolver:
     findings: dict[Outline, Finding] = field(default_factory=dict)
     kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: differs between batches
     growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
+    probing: Probing = field(default_factory=Probing)
 
     def resolve(self, graph: Graph) -> Resolved:
         """Classify the graph and lay out its uses, from trusted findings if possible."""
         if len(self.findings) + len(self.growths) > _MOST_SIGNATURES:
             self.findings.clear()  # an unrolled network has a new graph for each sequence length
             self.growths.clear()
-        return self._recall(graph) or self.probe(graph)
+        found = self._recall(graph)
+        self.probing.note(graph, was_probed=found is None)
+        return found or self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
         """Raise if a tensor classified as DERIVED grows with the batch."""
@@ -174,7 +190,7 @@ class Resolver:
 
     def _recall(self, graph: Graph) -> Resolved | None:
         finding = self.findings.get(graph.outline)
-        if graph.outline.moves_rows or finding is None or finding.agreed < _AGREEING_BATCHES:
+        if finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
         if not is_tracing():
             finding.used += 1
@@ -184,17 +200,29 @@ class Resolver:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
         self._watch_growth(graph)
-        batch, shapes = len(graph.losses), tuple(shape for use in graph.uses for shape in use.output_shapes)
+        batch = len(graph.losses)
+        if graph.outline.moves_rows:
+            places = [place for place, found in finding.layouts.items() if found]
+            shapes = tuple(output_shape(graph.order[index], k) for index, k in places)
+        else:
+            places = []
+            shapes = tuple(shape for use in graph.uses for shape in use.output_shapes)
         sizes = batch, shapes
         if sizes not in finding.recalled:
-            places = [(use.index, k) for use in graph.uses for k in use.outputs]
+            places = places or [(use.index, k) for use in graph.uses for k in use.outputs]
             found = resized([finding.layouts.get(place, []) for place in places], shapes, batch)
             if found is None:
                 return None
             if len(finding.recalled) >= _MOST_SIGNATURES:
                 finding.recalled.clear()
             finding.recalled[sizes] = _resolved(dict(zip(places, found, strict=True)), None)
-        return finding.recalled[sizes]
+        recalled = finding.recalled[sizes]
+        if not graph.outline.moves_rows:
+            return recalled
+        reading = Reading(graph, recalled.layouts, recalled.doubts, finding.sources)
+        layouts = reading.layouts()
+        self.probing.unread = reading.unread
+        return None if layouts is None else replace(recalled, layouts=layouts, silent=frozenset(reading.silent))
 
     def probe(self, graph: Graph) -> Resolved:
         """Find the layouts by extra backward passes, and store them."""
@@ -232,7 +260,8 @@ class Resolver:
             graph.classify(carries_data)
         settled = {*graph.plan.taken_for_derived, *(use.index for use in graph.uses)}
         carries_data = {index: carries for index, carries in carries_data.items() if index in settled}
-        certain &= not dead & settled
+        if dead & settled:
+            certain, self.probing.unread = False, max(dead & settled)
         if prober.is_finite():
             for index, carries in carries_data.items():
                 kind = _kind(graph.order[index], graph)
@@ -245,7 +274,8 @@ class Resolver:
         for use in graph.uses:
             for k in use.outputs:
                 found, sure = prober.settle((use.node, k))
-                certain &= sure
+                if not (sure or graph.outline.moves_rows):
+                    certain, self.probing.unread = False, use.index
                 if not found:
                     place = f"At {use.describe(graph.names)}"
                     raise CoupledExamplesError(
@@ -255,21 +285,48 @@ class Resolver:
                         f"cannot be separated. {USUAL_CAUSES}"
                     )
                 candidates[(use.index, k)] = found
-        if certain and not graph.outline.moves_rows:
-            self._remember(graph, carries_data, candidates)
         resolved = _resolved(candidates, {edge: prober.plain(edge) for edge in edges})
+        if certain:
+            self._remember(graph, carries_data, *self._with_movers(graph, prober, candidates))
         return replace(resolved, doubts={})  # on this batch all candidates give the same answer
 
-    def _remember(self, graph: Graph, carries_data: dict[int, bool], candidates: dict[Place, list[Layout]]) -> None:
+    def _with_movers(
+        self, graph: Graph, prober: Prober, candidates: dict[Place, list[Layout]]
+    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[Source]]]:
+        """Regular layouts of the uses and around the operations that can move rows, and where other rows come from."""
+        if not graph.outline.moves_rows:
+            return candidates, {}
+        more = {place: (graph.order[place[0]], place[1]) for place in mover_places(graph) if place not in candidates}
+        prober.at(list(more.values()))
+        measured = candidates | {place: prober.settle(edge)[0] for place, edge in more.items()}
+        sources, moved = sources_of(graph, measured)
+        regular = {
+            place: [] if place[0] in moved else [each for each in found if type(each) is Layout]
+            for place, found in measured.items()
+        }
+        return regular, sources
+
+    def _remember(
+        self,
+        graph: Graph,
+        carries_data: dict[int, bool],
+        layouts: dict[Place, list[Layout]],
+        sources: dict[Place, frozenset[Source]],
+    ) -> None:
         before = self.findings.get(graph.outline)
-        if before and (before.carries_data, before.layouts.keys()) == (carries_data, candidates.keys()):
+        if before and (before.carries_data, before.layouts.keys()) == (carries_data, layouts.keys()):
             # Another batch may distinguish what this batch could not.
-            both = {key: _in_both(now, before.layouts[key]) for key, now in candidates.items()}
-            if all(both.values()):
-                before.layouts, before.recalled = both, {}
+            both = {key: _in_both(now, before.layouts[key]) for key, now in layouts.items()}
+            known = {key: found & before.sources[key] for key, found in sources.items()}
+            if all(found or known.get(key) for key, found in both.items()):
+                before.layouts, before.sources, before.recalled = both, known, {}
                 before.agreed += 1
                 return
-        self.findings[graph.outline] = Finding(carries_data, candidates)
+        unknown = [key for key, found in layouts.items() if not (found or sources.get(key))]
+        if unknown:
+            self.probing.unread = max(unknown)[0]
+        else:
+            self.findings[graph.outline] = Finding(carries_data, layouts, sources)
 
 
 def _selection(node: Node) -> Tensor | None:

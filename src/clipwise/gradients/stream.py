@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -183,7 +184,8 @@ class Stream:
         """
         handles = [use.node.register_prehook(partial(self._arrives, now, use)) for use in self._hooked]
         try:
-            last = self._backward_to(self._deepest, now.retain)
+            with self._watching_silent(now.doubts):
+                last = self._backward_to(self._deepest, now.retain)
         finally:
             for handle in handles:
                 handle.remove()
@@ -203,18 +205,35 @@ class Stream:
         return not (now.untried and self._memory.rare.any(torch.stack(now.untried)))
 
     def _backward(self, retain: bool) -> dict[Edge, Tensor]:
-        uses = self._graph.uses
-        found = self._backward_to(uses, retain)
-        wrong = self._are_wrong([flag for use in uses for flag in self._doubts(use, _at(use, found))])
+        uses, doubts = self._graph.uses, list[Tensor]()
+        with self._watching_silent(doubts):
+            found = self._backward_to(uses, retain)
+        wrong = self._are_wrong([*doubts, *(flag for use in uses for flag in self._doubts(use, _at(use, found)))])
         return self._gradients or found if wrong else found
 
     def _backward_to(self, uses: list[Use], retain: bool) -> dict[Edge, Tensor]:
         """Keep saved tensors if the fallback calls nodes after the pass, or if layouts are in doubt."""
         edges = [(use.node, k) for use in uses for k in use.outputs]
         slow = self._memory.fallbacks
-        retain = retain or bool(self._resolved.doubts) or None in self._begun.values()
+        retain = retain or bool(self._resolved.doubts or self._resolved.silent) or None in self._begun.values()
         retain = retain or (bool(slow) and any(node_name(use.node) in slow for use in self._begun))
         return gradients_at(self._graph, edges, torch.ones_like(self._graph.losses), retain)
+
+    @contextmanager
+    def _watching_silent(self, doubts: list[Tensor]) -> Iterator[None]:
+        """During a pass, note whether a gradient arrives where the layout is unknown."""
+
+        def arrives(k: int, gradients: tuple[Tensor | None, ...]) -> None:
+            if (g := gradients[k]) is not None:
+                doubts.append(g.detach().ne(0).any().to(self._graph.losses.device))
+
+        order = self._graph.order
+        handles = [order[index].register_prehook(partial(arrives, k)) for index, k in self._resolved.silent]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _doubts(self, use: Use, outputs: Outputs) -> list[Tensor]:
         """For each alternative layout, whether it gives a different result on this batch."""

@@ -2,7 +2,7 @@
 
 Nothing is attached to the model. Each node of the graph is one of
 
-    DERIVED  made of parameters alone (a parameter, its transpose, a normalised weight)
+    DERIVED  computed from parameters alone (a parameter, its transpose, a normalised weight)
     DATA     carries an example axis
 
 A DATA node that takes a DERIVED tensor is a *use*. The graph cannot always show whether a node that takes only DERIVED
@@ -28,6 +28,7 @@ from clipwise.errors import CoupledExamplesError, UnreachedParametersError, Unsu
 from clipwise.gradients.outline import (
     ACCUMULATE,
     CASTS,
+    CLOSED,
     COMPILED,
     CROSSES,
     CUTS,
@@ -45,6 +46,7 @@ from clipwise.gradients.outline import (
 
 Node = Any  # torch exposes autograd nodes by duck type only
 Edge = tuple[Node, int]  # one output of a node
+Place = tuple[int, int]  # the same in every graph of an outline: the index of the node, and the output
 
 USUAL_CAUSES = (
     "Usual causes: batch statistics, subtracting a mean over the batch, a loss that compares examples. Compute each "
@@ -212,8 +214,8 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     position: dict[Node, int] = {}
     entries: list[Entry] = []
     cutting: list[int] = []
-    moves_rows = False
-    alone: set[int] = set()  # parameters, and functions of one parameter alone
+    movers: list[int] = []
+    alone: set[int] = set()  # parameters, and functions of parameters alone
 
     stack: list[tuple[Node, Any, Any]] = [(root, root.next_functions, iter(root.next_functions))]
     entered = {root}
@@ -237,9 +239,10 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             inputs = tuple((-1 if n is None else position[n], nr) for n, nr in children)
             # Rows of a parameter belong to no example; the data may select and split them freely.
             of_parameters = all(place in alone for place, _ in inputs if place >= 0)
-            if of_parameters and name in PURE:
+            if of_parameters and (name in PURE or (name in CLOSED and all(place >= 0 for place, _ in inputs))):
                 alone.add(index)
-            moves_rows |= name in ROW_MOVERS and not of_parameters
+            elif name in ROW_MOVERS and not of_parameters:
+                movers.append(index)
             cuts = None
             if name in TURNS if of_parameters else name in CUTS or name == "RollBackward0":
                 cutting.append(index)
@@ -257,7 +260,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass.",
             tuple(missing),
         )
-    return Graph(losses, order, Outline(tuple(entries), losses.output_nr, tuple(cutting), moves_rows))
+    return Graph(losses, order, Outline(tuple(entries), losses.output_nr, tuple(cutting), tuple(movers)))
 
 
 def _cuts(node: Node, name: str, batch: int) -> object:

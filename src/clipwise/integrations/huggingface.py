@@ -40,9 +40,9 @@ from clipwise.integrations.logging import SpentSoFar
 from clipwise.integrations.loss_terms import LossTerms
 from clipwise.ledger.ledger import Ledger, MemoryLedger
 from clipwise.noise.key import NoiseKey
-from clipwise.sampling import make_scheme
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.sampling.generators import seed_global_generators
+from clipwise.sampling.schemes import make_scheme
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -299,7 +299,7 @@ class _Steps:
 
 
 class _FollowRun(TrainerCallback):
-    """Begins the run before the other callbacks see the training, and looks at its result."""
+    """Begins the run before the other callbacks are called, and checks its result."""
 
     def __init__(self, trainer: PrivateTrainer) -> None:
         self._trainer = trainer

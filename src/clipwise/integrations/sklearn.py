@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,33 +23,21 @@ from clipwise.errors import ConfigurationError, warn
 Array = NDArray[Any]
 
 
+@dataclass(eq=False, repr=False)
 class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     """Training and attributes of both estimators."""
 
-    def __init__(
-        self,
-        epsilon: float = 3.0,
-        *,
-        delta: float | None = None,
-        max_norm: float = 1.0,
-        batch_size: int | None = None,
-        epochs: float = 20,
-        learning_rate: float = 0.05,
-        hidden_layer_sizes: Sequence[int] = (),
-        module: Callable[[int, int], nn.Module] | None = None,
-        feature_range: tuple[float, float] | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.epsilon = epsilon
-        self.delta = delta
-        self.max_norm = max_norm
-        self.batch_size = batch_size
-        self.epochs = epochs
-        self.learning_rate = learning_rate
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.module = module
-        self.feature_range = feature_range
-        self.random_state = random_state
+    epsilon: float = 3.0
+    _: KW_ONLY
+    delta: float | None = None
+    max_norm: float = 1.0
+    batch_size: int | None = None
+    epochs: float = 20
+    learning_rate: float = 0.05
+    hidden_layer_sizes: Sequence[int] = ()
+    module: Callable[[int, int], nn.Module] | None = None
+    feature_range: tuple[float, float] | None = None
+    random_state: int | None = None
 
     def _train(self, X: Array, targets: Tensor, outputs: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         records = len(X)
@@ -113,6 +102,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
     """A classifier trained with DP-SGD: linear by default, or a network.
 
@@ -140,34 +130,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         classes_, n_features_in_, n_iter_: as in scikit-learn.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 3.0,
-        *,
-        delta: float | None = None,
-        max_norm: float = 1.0,
-        batch_size: int | None = None,
-        epochs: float = 20,
-        learning_rate: float = 0.05,
-        hidden_layer_sizes: Sequence[int] = (),
-        module: Callable[[int, int], nn.Module] | None = None,
-        feature_range: tuple[float, float] | None = None,
-        random_state: int | None = None,
-        classes: Sequence[Any] | None = None,
-    ) -> None:
-        super().__init__(
-            epsilon,
-            delta=delta,
-            max_norm=max_norm,
-            batch_size=batch_size,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            hidden_layer_sizes=hidden_layer_sizes,
-            module=module,
-            feature_range=feature_range,
-            random_state=random_state,
-        )
-        self.classes = classes
+    classes: Sequence[Any] | None = None
 
     def fit(self, X: Any, y: Any) -> PrivateClassifier:
         """Train on the rows of X with the labels y."""
@@ -205,6 +168,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         return found
 
 
+@dataclass(eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     """A regressor trained with DP-SGD on the squared error: linear by default, or a network.
 
@@ -214,34 +178,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
         target_range: public bounds (low, high) of y, which is clamped and scaled to [-1, 1] in training.
     """
 
-    def __init__(
-        self,
-        epsilon: float = 3.0,
-        *,
-        delta: float | None = None,
-        max_norm: float = 1.0,
-        batch_size: int | None = None,
-        epochs: float = 20,
-        learning_rate: float = 0.05,
-        hidden_layer_sizes: Sequence[int] = (),
-        module: Callable[[int, int], nn.Module] | None = None,
-        feature_range: tuple[float, float] | None = None,
-        random_state: int | None = None,
-        target_range: tuple[float, float] | None = None,
-    ) -> None:
-        super().__init__(
-            epsilon,
-            delta=delta,
-            max_norm=max_norm,
-            batch_size=batch_size,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            hidden_layer_sizes=hidden_layer_sizes,
-            module=module,
-            feature_range=feature_range,
-            random_state=random_state,
-        )
-        self.target_range = target_range
+    target_range: tuple[float, float] | None = None
 
     def fit(self, X: Any, y: Any) -> PrivateRegressor:
         """Train on the rows of X with the targets y."""

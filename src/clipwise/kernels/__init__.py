@@ -30,16 +30,28 @@ from torch import Tensor
 
 from clipwise.kernels.tracing import is_tracing
 
-__all__ = ["usable"]
+__all__ = ["supported", "usable"]
 
 
 def usable(t: Tensor) -> bool:
+    """Whether a kernel can run on this tensor now: Triton supports it, and no step is traced.
+
+    A trace has tensors without memory. It holds a kernel inside of an operator (gradients/forms/operators.py), or the
+    twin, of which the compiler makes its own kernel.
+    """
+    return not is_tracing() and _is_supported(t)
+
+
+def supported(t: Tensor) -> bool:
     """Whether Triton supports this tensor: triton is installed, and the tensor is on a GPU of sm_80 or later.
 
-    With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, which also takes tensors on the CPU. While a step
-    is traced no kernel runs: the compiler makes its own from the twin.
+    With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, which also takes tensors on the CPU.
     """
-    if not _has_triton() or is_tracing():
+    return _is_supported(t)
+
+
+def _is_supported(t: Tensor) -> bool:
+    if not _has_triton():
         return False
     if t.device.type == "cuda":
         return _has_tensor_cores(t.device)

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
+from clipwise.kernels import supported
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.operators import operator
 
 _LARGEST = 2**31 - 1  # an offset within an example is 32 bits wide
 
@@ -33,10 +34,19 @@ def fits(image: Tensor, g: Tensor) -> bool:
         image.dim() == g.dim() == 5
         and image.dtype == g.dtype == torch.float32
         and all(t.numel() > 0 and _span(t) <= _LARGEST for t in (image, g))
-        and usable(image)
+        and supported(image)
     )
 
 
+def _empty(image_BrCHW: Tensor, g_BrPhw: Tensor, kernel: Sequence[int]) -> Tensor:
+    B, _, C = image_BrCHW.shape[:3]
+    return g_BrPhw.new_empty(B, g_BrPhw.shape[2], C, *kernel, dtype=torch.float32)
+
+
+@operator(
+    "(Tensor image, Tensor g, int[] kernel, int[] stride, int[] padding, int[] dilation, *, bool tf32) -> Tensor",
+    lambda image, g, kernel, *_, tf32: _empty(image, g, kernel),
+)
 def weight_gradients(
     image_BrCHW: Tensor,
     g_BrPhw: Tensor,
@@ -51,7 +61,7 @@ def weight_gradients(
     B, rows, C, H, W = image_BrCHW.shape
     P, h, w = g_BrPhw.shape[2:]
     columns = C * kernel[0] * kernel[1]
-    gradient = torch.empty(B, P, C, *kernel, dtype=torch.float32, device=g_BrPhw.device)
+    gradient = _empty(image_BrCHW, g_BrPhw, kernel)
     tile_P, tile_J, tile_K = _tiles(P, columns, rows * h * w)
     tiles_P, tiles_J = blocks(P, tile_P), blocks(columns, tile_J)
     with device_of(image_BrCHW):

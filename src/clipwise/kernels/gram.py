@@ -66,6 +66,7 @@ _ALIGNED = 4  # float32 numbers in 16 bytes: unaligned rows are slow to read and
 _SIDE = 128  # positions of a tile of these products
 _BLOCK = 1024  # entries of L and of R that a program holds,
 _TIMES = 8  # one after another
+_INNER_BYTES = 2 * 2**30  # inner products of both operands at a time
 _TWIN_BYTES = 64 * 2**20  # float64 copies of operands that the twin makes at a time
 
 
@@ -107,6 +108,11 @@ def gram_norms(
     is_exact = precision == "ieee" and _has_fast_float64(left_BTm.device)
     if min(B, T, m, n) == 0 or is_wide or is_exact or not usable(left_BTm):
         return gram_norms_in_torch(left_BTm, right_BTn)
+    together = max(1, _INNER_BYTES // (8 * T * T))
+    if together < B:  # a long context
+        pairs = zip(torch.split(left_BTm, together), torch.split(right_BTn, together), strict=True)
+        found = [gram_norms(left, right, precision) for left, right in pairs]
+        return torch.cat([square for square, _ in found]), torch.cat([mass for _, mass in found])
     left_BTT = (last or Last()).of(left_BTm, lambda: inner_products(left_BTm))
     right_BTT = inner_products(right_BTn)
     device = left_BTm.device
@@ -115,7 +121,7 @@ def gram_norms(
     programs = blocks(T, rows * _TIMES)
     partial_BP3 = torch.empty(B, programs, 3, dtype=torch.float64, device=device)
     diagonal_2BT = torch.empty(2, B, T, dtype=torch.float32, device=device)
-    square_B, mass_B = torch.empty(2, B, dtype=torch.float64, device=device).unbind()
+    square_B, mass_B = (torch.empty(B, dtype=torch.float64, device=device) for _ in range(2))
     with device_of(left_BTm):
         _write_sums[(B, programs)](
             left_BTT, right_BTT, partial_BP3, diagonal_2BT, T, _first_block(T), left_BTT.stride(0),

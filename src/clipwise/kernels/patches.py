@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.kernels import usable
+from clipwise.kernels import supported
 from clipwise.kernels.launch import Pointer, blocks, constexpr, device_of, jit, power_of_two, tl
+from clipwise.kernels.operators import operator
 
 _TILE = 2048  # numbers that a program copies at a time
 _LINE = 256  # channels of a tile, at most
@@ -23,16 +24,27 @@ Pair = tuple[int, int]
 
 def fits(x_NcHW: Tensor) -> bool:
     """Whether the kernel supports these images."""
-    return usable(x_NcHW) and x_NcHW.dim() == 4 and x_NcHW.stride(1) == 1
+    return supported(x_NcHW) and x_NcHW.dim() == 4 and x_NcHW.stride(1) == 1
 
 
+def _empty(x_NcHW: Tensor, kernel: Pair, positions: Pair) -> Tensor:
+    N, c = x_NcHW.shape[:2]
+    return x_NcHW.new_empty(N, positions[0] * positions[1], kernel[0] * kernel[1] * c)
+
+
+@operator(
+    "(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, int[] positions) -> Tensor",
+    lambda x, kernel, stride, padding, dilation, positions: _empty(x, kernel, positions),
+)
 def patches(x_NcHW: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, positions: Pair) -> Tensor:
     """[N, T, o * c]: the window of each position, offset by offset."""
-    N, c, H, W = x_NcHW.shape
-    rows, columns = positions
-    out = torch.empty(N, rows * columns, kernel[0] * kernel[1] * c, dtype=x_NcHW.dtype, device=x_NcHW.device)
+    out = _empty(x_NcHW, kernel, positions)
     if out.numel() == 0:
         return out
+    if x_NcHW.stride(1) != 1:  # a compiler may have changed the layout
+        x_NcHW = x_NcHW.contiguous(memory_format=torch.channels_last)
+    N, c, H, W = x_NcHW.shape
+    rows, columns = positions
     line = min(_LINE, power_of_two(c))
     places = max(1, _TILE // line)
     total = N * rows * columns

@@ -13,6 +13,7 @@ from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.layers.public_statistics import PublicStatistics
 from clipwise.layers.replace_batchnorm import replace_batchnorm
 from clipwise.layers.standardized_weights import StandardizedWeight, standardize_weights
+from clipwise.layers.tiled_cross_entropy import linear_cross_entropy
 
 __all__ = [
     "BatchStatisticsNorm",
@@ -25,6 +26,7 @@ __all__ = [
     "ReleasedStatisticsNorm",
     "StandardizedWeight",
     "clip_inputs",
+    "linear_cross_entropy",
     "recompute_statistics",
     "replace_batchnorm",
     "set_clips",

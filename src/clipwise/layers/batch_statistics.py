@@ -1,19 +1,17 @@
 """Batch norm layers that store no running statistics of private batches, and the exchange of layers of a model.
 
-A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass, because the clip bounds
-the resulting gradient. Running statistics would release private data without noise. These layers therefore keep none.
-Evaluation uses the statistics of the evaluated batch, of public data (`recompute_statistics`), or statistics that a run
-released with noise (`clipwise.NoisedStatistics`).
+A strategy that clips whole microbatches (`Batch`) may use batch statistics in the forward pass. Running statistics
+would release private data without noise, so these layers keep none. Evaluation uses the statistics of the evaluated
+batch, of public data, or statistics released with noise.
 
-The statistics of a layer's input, per row, can be attached to the autograd graph of the losses (`Observation`). No
-module holds them: they are freed with the graph, and a forward pass whose losses are not used leaves nothing behind.
+The statistics of a layer's input, per row, can be attached to the autograd graph of the losses (`Observation`), and are
+freed with it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +50,9 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
 
     is_observed: bool = False
     has_statistics: bool = False
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, **options: Any) -> None:
         super().__init__(num_features, eps, momentum=None, affine=affine, track_running_stats=True, **options)
@@ -65,7 +66,10 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
         elif not self.training and self.has_statistics:
             return self._by_running_statistics(input)
         if input.numel() == self.num_features:
-            normalized = self._of_one_value(input)
+            normalized = input - input  # keeps the graph; the gradient is 0, as for the statistics of one value
+            if self.affine:
+                shape = [1, -1] + [1] * (input.dim() - 2)
+                normalized = normalized * self.weight.view(shape) + self.bias.view(shape)
         else:
             normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         return self._seen(normalized, input)
@@ -83,18 +87,10 @@ class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
-        count = self.num_batches_tracked
-        self.has_statistics = count is not None and not count.is_meta and int(count) > 0
+        self.has_statistics = not self.num_batches_tracked.is_meta and int(self.num_batches_tracked) > 0
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
-
-    def _of_one_value(self, input: Tensor) -> Tensor:
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        centred = input - input  # keeps the graph; the gradient is 0, as for the statistics of one value
-        if not self.affine:
-            return centred
-        return centred * self.weight.view(shape) + self.bias.view(shape)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -173,16 +169,22 @@ def recompute_statistics(
                 "clipwise.layers.without_running_statistics(model) first, before training."
             )
     layers = {name: m for name, m in model.named_modules() if isinstance(m, BatchStatisticsNorm)}
+    collectors = [_Collector(layer.num_features) for layer in layers.values()]
     model.eval()
     batches = 0
-    with _collecting(list(layers.values())) as collectors, torch.no_grad():
+    try:
+        for layer, collector in zip(layers.values(), collectors, strict=True):
+            layer._collector = collector
         for batch in public_batches:
-            with naming("public_batches"):
+            with torch.no_grad(), naming("public_batches"):
                 if forward is None:
                     model(batch[0] if isinstance(batch, (list, tuple)) else batch)
                 else:
                     forward(model, batch)
             batches += 1
+    finally:
+        for layer in layers.values():
+            layer._collector = None
     for name, found in zip(layers, collectors, strict=True):  # validate before any layer changes
         if found.count < 2:
             raise ConfigurationError(
@@ -194,8 +196,6 @@ def recompute_statistics(
                 f"public_batches gives the batch norm layer {name!r} values that are not finite: leave those rows out."
             )
     for layer, found in zip(layers.values(), collectors, strict=True):
-        assert layer.running_mean is not None and layer.running_var is not None
-        assert layer.num_batches_tracked is not None
         layer.running_mean.copy_(found.mean_C)
         layer.running_var.copy_(found.square_C / (found.count - 1))
         layer.num_batches_tracked.fill_(batches)
@@ -224,18 +224,6 @@ class _Collector:
         self.square_C = self.square_C.to(mean_C) + square_C + step_C.square() * (self.count * new / total)
         self.mean_C = self.mean_C.to(mean_C) + step_C * (new / total)
         self.count = total
-
-
-@contextmanager
-def _collecting(layers: list[BatchStatisticsNorm]) -> Iterator[list[_Collector]]:
-    collectors = [_Collector(layer.num_features) for layer in layers]
-    for layer, collector in zip(layers, collectors, strict=True):
-        layer._collector = collector
-    try:
-        yield collectors
-    finally:
-        for layer in layers:
-            layer._collector = None
 
 
 def _is_to_replace(module: nn.Module) -> bool:

@@ -42,21 +42,35 @@ class ClipInput(nn.Module):
         return f"max_norm={self.max_norm:g}"
 
 
+def row_norms(x: Tensor) -> Tensor:
+    """|x_i| of each example, in float64, so that squares do not overflow."""
+    rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
+    norms_B: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms_B
+
+
+def clip_rows(x: Tensor, norms_B: Tensor, max_norm: float, slack: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """x min(1, C / |x|) per example, the scales, and which examples count; the others become 0.
+
+    They are those that are not finite, or so long that their scale is subnormal and would be rounded, possibly up.
+    Scales below 1 are multiplied by `slack`.
+    """
+    scales_B = (max_norm / norms_B).clamp(max=1)
+    scales_B = torch.where(scales_B < 1, scales_B * slack, scales_B)
+    good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(x.dtype).tiny)
+    scales_B = scales_B.to(x.dtype)
+    shape = (-1, *[1] * (x.ndim - 1))
+    return torch.where(good_B.view(shape), x * scales_B.view(shape), 0), scales_B, good_B
+
+
 class ClippedInput(torch.autograd.Function):
     """The clip as an autograd function. Its node stores the norm and the example shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, max_norm: float) -> Tensor:
-        rows = x.flatten(1) if x.ndim > 1 else x.unsqueeze(1)
-        norms_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # squares that do not overflow
-        scales_B = (max_norm / norms_B).clamp(max=1)
         # Times 1 - eps: rounding of the scale and the product must not raise the norm above C.
-        scales_B = torch.where(scales_B < 1, scales_B * (1 - torch.finfo(x.dtype).eps), scales_B)
-        # A subnormal scale would be rounded, possibly up.
-        good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(x.dtype).tiny)
-        shape = (-1, *[1] * (x.ndim - 1))
-        clipped = torch.where(good_B.view(shape), x * scales_B.to(x.dtype).view(shape), 0)
-        ctx.save_for_backward(clipped, scales_B.to(x.dtype), good_B)
+        clipped, scales_B, good_B = clip_rows(x, row_norms(x), max_norm, 1 - torch.finfo(x.dtype).eps)
+        ctx.save_for_backward(clipped, scales_B, good_B)
         ctx.max_norm, ctx.example_shape = max_norm, tuple(x.shape[1:])
         return clipped
 

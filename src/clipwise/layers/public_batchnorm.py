@@ -73,10 +73,16 @@ class PublicBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize each example independently; or, in the pass that collects statistics, all public rows together."""
-        self._require_shape(x)
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise ConfigurationError(
+                f"{type(self).__name__}({self.num_features}) takes inputs of shape [B, {self.num_features}, ...], with "
+                "the channels second."
+            )
         if self.statistics is not None:
-            if self.statistics.is_collecting:
-                return self._public(x, self.statistics)
+            if self.statistics.collected is not None:
+                var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+                self.statistics.collect(self, mean_C, var_C, len(x))
+                return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
             self.statistics.require_fresh(self)
         elif not self.is_frozen:
             raise StepError(
@@ -91,11 +97,6 @@ class PublicBatchNorm(nn.Module):
                 )
             return self._with_public_rows(x)
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-
-    def _public(self, x: Tensor, statistics: PublicStatistics) -> Tensor:
-        var_C, mean_C = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
-        statistics.collect(self, mean_C, var_C, len(x))
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
 
     def _with_public_rows(self, x: Tensor) -> Tensor:
         """Use the statistics of M public rows and the example, whose own statistics are m and s:
@@ -123,29 +124,15 @@ class PublicBatchNorm(nn.Module):
         frozen = ", frozen" if self.is_frozen else ""
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, kind={self.kind!r}{frozen}"
 
-    def _require_shape(self, x: Tensor) -> None:
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise ConfigurationError(
-                f"{type(self).__name__}({self.num_features}) takes inputs of shape [B, {self.num_features}, ...], with "
-                "the channels second."
-            )
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Use the keys of BatchNorm, so that it can load them. "self+public" also stores M."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.kind == "self+public":
             destination[f"{prefix}{_ROWS}"] = torch.tensor(self.rows)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *rest: Any,
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Also load a state_dict of BatchNorm, ignoring `num_batches_tracked`."""
+        _, strict, missing_keys, *_ = rest
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         if self.kind == "self+public":
             rows = state_dict.pop(f"{prefix}{_ROWS}", None)
@@ -153,4 +140,4 @@ class PublicBatchNorm(nn.Module):
                 self.rows = int(rows)
             elif strict and self.statistics is None:
                 missing_keys.append(f"{prefix}{_ROWS}")
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

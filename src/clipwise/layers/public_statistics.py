@@ -21,9 +21,9 @@ Moments = tuple[Tensor, Tensor]  # mean and variance per channel
 class PublicStatistics:
     """Runs public rows through a model and gives each `PublicBatchNorm` their mean and variance.
 
-    Call `refresh` after every update of the weights, before the next batch is drawn or the model is evaluated. With
-    kind "public-exact", pass each released gradient through `correct` before the update. The public rows run in
-    `.eval()` mode, so that dropout does not make the statistics random.
+    Call `refresh` after every update of the weights, before the next batch is drawn or the model is evaluated, and with
+    kind "public-exact" pass each released gradient through `correct` before the update (a private run does both). The
+    public rows run in `.eval()` mode, so that dropout does not make the statistics random.
 
     Args:
         model: a model with `PublicBatchNorm` layers.
@@ -53,7 +53,7 @@ class PublicStatistics:
         for layer in self._layers.values():
             layer.statistics = self
         self._inventory = Inventory(model)
-        self._collected: dict[PublicBatchNorm, Moments] | None = None
+        self.collected: dict[PublicBatchNorm, Moments] | None = None  # while the public rows run through the model
         self._graph: dict[PublicBatchNorm, Moments] = {}  # the latest moments, with their autograd graph
         self._changes: Changes | None = None  # of all parameters and buffers since the last refresh
         self._is_held = False
@@ -97,8 +97,7 @@ class PublicStatistics:
             parameters: the parameters by name, if the model is part of a larger one; by default the model's own.
         """
         corrected = dict(gradients)
-        exact = self._exact()
-        if not exact:
+        if not self.corrects:
             return corrected
         self.require_fresh()
         named = dict(self._model.named_parameters()) if parameters is None else parameters
@@ -106,7 +105,7 @@ class PublicStatistics:
         moments, self._graph = self._graph or self._public_pass(), {}
         roots: list[Tensor] = []  # the moments
         cotangents: list[Tensor] = []
-        for place, layer in exact.items():
+        for place, layer in self._exact().items():
             assert layer.weight is not None and layer.bias is not None
             for p in (layer.weight, layer.bias):
                 if names.get(p) not in gradients or gradients[names[p]].shape != p.shape:
@@ -147,11 +146,6 @@ class PublicStatistics:
         """Whether the statistics belong to the current weights; on an accelerator, as far as torch counts changes."""
         return self._is_fresh(looks_inside=True)
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether the public rows run through the model at present."""
-        return self._collected is not None
-
     def require_fresh(self, layer: PublicBatchNorm | None = None) -> None:
         """Raise an error if the statistics are stale.
 
@@ -161,10 +155,9 @@ class PublicStatistics:
         if self._layers and not self._is_held and not self._is_fresh(looks_inside):
             raise StepError(
                 "The public statistics are stale: weights or buffers changed since they were made (an update, "
-                "load_state_dict, .to(), a copy of the model, torch.export). Call PublicStatistics.refresh() after "
-                "every such change, before the next batch is drawn or the model is evaluated; "
-                "PublicStatistics.of(model) finds it. To export or trace a model, take a copy (copy.deepcopy), refresh "
-                "its statistics and turn them into constants with PublicStatistics.freeze()."
+                "load_state_dict, .to(), a copy of the model, torch.export). Call PublicStatistics.of(model).refresh() "
+                "after every such change. To export or trace a model, take a copy (copy.deepcopy), refresh its "
+                "statistics and call PublicStatistics.freeze()."
             )
 
     @contextmanager
@@ -179,22 +172,19 @@ class PublicStatistics:
 
     def collect(self, layer: PublicBatchNorm, mean_C: Tensor, var_C: Tensor, rows: int) -> None:
         """Called by a layer with its moments of the public rows and its number of input rows."""
-        assert self._collected is not None
-        problem = ""
-        if layer in self._collected:
-            problem = (
-                "is called more than once in a forward pass, but has one mean and variance: use a layer of its own at "
-                "each place, which may share scale and shift"
+        assert self.collected is not None
+        where = next(f"Layer {name!r}" for name, other in self._layers.items() if other is layer)
+        if layer in self.collected:
+            raise ConfigurationError(
+                f"{where} is called more than once in a forward pass, but has one mean and variance: use a layer of "
+                "its own at each place, which may share scale and shift."
             )
-        elif layer.kind == "self+public" and rows != self.rows:
-            problem = (
-                f"gets {rows} rows for {self.rows} public ones: its input must have one row per example. Give it "
-                "inputs of shape [B, C, ...], or use kind='public'"
+        if layer.kind == "self+public" and rows != self.rows:
+            raise ConfigurationError(
+                f"{where} gets {rows} rows for {self.rows} public ones: its input must have one row per example. Give "
+                "it inputs of shape [B, C, ...], or use kind='public'."
             )
-        if problem:
-            name = next(name for name, other in self._layers.items() if other is layer)
-            raise ConfigurationError(f"Layer {name!r} ({type(layer).__name__}) {problem}.")
-        self._collected[layer] = mean_C, var_C
+        self.collected[layer] = mean_C, var_C
 
     @staticmethod
     def all_of(model: nn.Module) -> list[PublicStatistics]:
@@ -209,10 +199,8 @@ class PublicStatistics:
         if len(found) == 1:
             return found[0]
         raise ConfigurationError(
-            f"The model has {len(found)} public statistics, because they were created for its parts: "
-            "PublicStatistics.all_of(model) finds all of them."
-            if found
-            else "The model has no layer with public statistics."
+            f"The model has {len(found)} public statistics, not one: make PublicStatistics(model, public), or find "
+            "those of its parts with PublicStatistics.all_of(model)."
         )
 
     def require_correctable(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -236,18 +224,20 @@ class PublicStatistics:
 
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
         """The moments of the public rows at each layer, with their graph if `correct` needs it."""
-        self._collected = {}
+        self.collected = {}
         try:
             with (
                 evaluating(self._model),
                 torch.inference_mode(False),
                 _differentiable(self._model) if self.corrects else torch.no_grad(),
             ):
-                self.public_rows = placed(self.public_rows, next(iter(self._layers.values())).running_mean)
+                at = next(iter(self._layers.values())).running_mean
+                rows = (x.to(at) if x.is_floating_point() else x.to(at.device) for x in self.public_rows)
+                self.public_rows = tuple(rows)
                 self._model(*self.public_rows)
-            collected = self._collected
+            collected = self.collected
         finally:
-            self._collected = None
+            self.collected = None
         for name, layer in self._layers.items():
             if layer not in collected:
                 raise ConfigurationError(
@@ -366,8 +356,3 @@ def as_rows(public: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not all(bool(torch.isfinite(x).all()) for x in rows):
         raise ConfigurationError("public holds values that are not finite: leave those rows out.")
     return tuple(x.detach() for x in rows)
-
-
-def placed(rows: tuple[Tensor, ...], at: Tensor) -> tuple[Tensor, ...]:
-    """Move rows to the device of a model tensor and, if they are floating-point, to its dtype."""
-    return tuple(x.to(at) if x.is_floating_point() else x.to(at.device) for x in rows)

@@ -66,10 +66,10 @@ def replace_batchnorm(
         raise ConfigurationError("model has no BatchNorm layer to replace.")
     for name, old in found.items():
         if type(old) not in _REPLACED:
-            is_lazy = isinstance(old, nn.modules.lazy.LazyModuleMixin)
-            more = "may do more than batch normalization: replace it by hand, for instance with PublicBatchNorm."
-            problem = "is not initialized yet: run the model once." if is_lazy else more
-            raise ConfigurationError(f"Layer {name!r} is a {type(old).__name__}, which {problem}")
+            raise ConfigurationError(
+                f"Layer {name!r} is a {type(old).__name__}, which may do more than batch normalization, or is not "
+                "initialized yet: replace it by hand, for instance with PublicBatchNorm, or run the model once."
+            )
     new = _new_layers(public is not None, kind, groups, found)
     model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
     try:
@@ -111,7 +111,8 @@ def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Modul
 def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.Module:
     channels, has_positions = old.num_features, not isinstance(old, nn.BatchNorm1d)
     fewest = _FEWEST_CHANNELS if has_positions else _FEWEST_VALUES
-    chosen = _most_groups(channels, fewest) if groups is None else groups
+    fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0 and channels // g >= fewest)
+    chosen = next(fitting, 1) if groups is None else groups
     if chosen < 1 or channels % chosen:
         raise ConfigurationError(f"Layer {name!r}: groups={chosen} does not divide its {channels} channels.")
     if channels == chosen and not has_positions:
@@ -120,12 +121,6 @@ def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.Module:
             "several positions: use fewer groups, no normalization there, or kind='public'."
         )
     return _with_parameters_of(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
-
-
-def _most_groups(channels: int, fewest: int) -> int:
-    """The largest number of groups up to 32 that divides the channels and leaves each at least `fewest`."""
-    fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0 and channels // g >= fewest)
-    return next(fitting, 1)
 
 
 def _with_parameters_of(new: nn.Module, old: _BatchNorm) -> nn.Module:

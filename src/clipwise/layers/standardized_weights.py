@@ -5,8 +5,8 @@ C: output channels, I: inputs of a channel.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from clipwise.errors import ConfigurationError
@@ -29,9 +29,11 @@ class StandardizedWeight(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         w_CI = weight.flatten(1)
-        var_C1, mean_C1 = torch.var_mean(w_CI, 1, correction=0, keepdim=True)
-        standard_CI = (w_CI - mean_C1) * ((var_C1 + self.eps) * w_CI.shape[1]).rsqrt()
-        return standard_CI.view_as(weight)
+        inputs = w_CI.shape[1]
+        # Layer normalization is one operation, and so is its batched backward pass. Separate operations would pass
+        # through the memory of all per-example gradients about ten times.
+        scale_I = w_CI.new_full((inputs,), inputs**-0.5)
+        return F.layer_norm(w_CI, (inputs,), scale_I, eps=self.eps).view_as(weight)
 
 
 def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
@@ -46,27 +48,19 @@ def standardize_weights(model: nn.Module, eps: float = 1e-5) -> nn.Module:
     if not layers:
         raise ConfigurationError("model has no convolution whose weights could be standardized.")
     for name, layer in layers.items():
-        problem = ""
-        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
-            problem = "is transposed: its output channels are not the first axis. Leave it out"
-        elif _is_standardized(layer):
-            problem = (
-                "has standardized weights already. To change eps, first call "
-                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd) or layer.weight[0].numel() < 2:
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) is transposed, or has one weight per output channel, which "
+                "would become 0: use torch.nn.utils.parametrize and StandardizedWeight on the other layers."
             )
-        elif layer.weight[0].numel() < 2:
-            problem = "has one weight per output channel, which would become 0. Leave it out"
-        if problem:
-            others = "use torch.nn.utils.parametrize and StandardizedWeight on the other layers"
-            end = f": {others}." if problem.endswith("out") else "."
-            raise ConfigurationError(f"Layer {name!r} ({type(layer).__name__}) {problem}{end}")
+        if parametrize.is_parametrized(layer, "weight") and any(
+            isinstance(step, StandardizedWeight)
+            for step in layer.parametrizations["weight"].modules()  # type: ignore[union-attr,index]
+        ):
+            raise ConfigurationError(
+                f"Layer {name!r} ({type(layer).__name__}) has standardized weights already. To change eps, first call "
+                "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')."
+            )
     for layer in layers.values():
         parametrize.register_parametrization(layer, "weight", StandardizedWeight(eps))
     return model
-
-
-def _is_standardized(layer: nn.Module) -> bool:
-    if not parametrize.is_parametrized(layer, "weight"):
-        return False
-    assert isinstance(layer.parametrizations, nn.ModuleDict)
-    return any(isinstance(step, StandardizedWeight) for step in layer.parametrizations["weight"].modules())

@@ -14,13 +14,13 @@ from clipwise.privacy import Entry, Event
 class PrivacyBudget:
     """(epsilon, delta) for all releases of a ledger, of every run.
 
-    A single run, with the preparation of its data, is accounted by PLD. Several runs, which may have been configured
-    adaptively, are accounted by the Renyi filter (multi_run.py).
+    A single run, with the preparation of its data, is accounted by PLD; several runs by the Renyi filter
+    (multi_run.py).
 
     Args:
         epsilon: the budget.
         delta: its delta.
-        steps: the number of steps of a single run that fit: those that its noise was calibrated for.
+        steps: the number of steps of a single run that its noise was calibrated for.
     """
 
     def __init__(self, epsilon: float, delta: float, steps: int) -> None:
@@ -60,5 +60,4 @@ class PrivacyBudget:
 
 
 def _passes(steps: int, event: Event) -> int:
-    """The most participations of a unit in so many consecutive steps."""
     return -(-steps // event.period)

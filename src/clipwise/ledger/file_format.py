@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from clipwise.errors import ConfigurationError, LedgerError
-from clipwise.ledger.run_description import UNDERSTATED, is_understated
 from clipwise.privacy import Entry, Event
 
 Record: TypeAlias = "dict[str, Any]"
@@ -54,7 +53,7 @@ SHARE, LEAST_BLOCK, LARGEST_BLOCK = 50, 4, 64
 
 
 class LedgerState:
-    """The state after applying lines in order. The writer and every reader use the same rules."""
+    """The state after applying lines in order."""
 
     def __init__(self) -> None:
         self.run, self.untagged = "", ""  # id of the ledger, and the run of lines without a `run`
@@ -72,13 +71,12 @@ class LedgerState:
         self._begun = 0
         self._growing: dict[str, int] = {}  # the entry of each run that its next release may be added to
         self._latest: tuple[str, Event] | None = None  # the run and event last named
-        self._charged: set[tuple[str, Event, int]] = set()  # run, event, number of `about` lines before it
         self._events: list[Event] = []
         self._joined, self._checksum = 0, b""
 
     @property
     def total(self) -> int:
-        """The number of releases counted."""
+        """The number of releases."""
         return sum(self.counts.values())
 
     def entries_with(self, changes: Mapping[str, int]) -> list[Entry]:
@@ -109,8 +107,8 @@ class LedgerState:
     def next_block(self, run: str, event: Event) -> int:
         """The number of releases to reserve next: 1, 2, 4, 4, ... and 2% of the run's releases, once that is more.
 
-        The size depends on the counts alone: if it depended on the time of steps, it would depend on the drawn batches.
-        After another event or a restart it begins with 1 again, so that alternating events leave no unused blocks.
+        It depends on the counts alone: if it depended on the time of steps, it would depend on the drawn batches. After
+        another event or a restart it begins with 1 again, so that alternating events leave no unused blocks.
         """
         in_a_row = self._entries[self._growing[run]].count if self.is_growing(run, event) else 0
         return min(in_a_row + 1, self._largest_next(self.counts.get(run, 0)))
@@ -118,9 +116,9 @@ class LedgerState:
     def recovery(self, torn: bool) -> Record:
         """The line that recovers a file whose end is not clean.
 
-        A crash tears the line of a charge that has not returned. But a reservation may also have been damaged later. So
-        a torn line counts as the largest reservation that each run may have made next, with its last event. Before the
-        first event line nothing can have been released.
+        A torn line is that of a charge that has not returned, or a reservation that was damaged later. So it counts as
+        the largest reservation that each run may have made next. Before the first event line nothing can have been
+        released.
         """
         named = [(run, self._entries[place].event) for run, place in self._growing.items()] if torn else []
         if torn and self._latest and self._latest not in named:
@@ -236,22 +234,12 @@ class LedgerState:
             self._growing[run] = self._begun
             self._entries[self._begun] = Entry(event, count, run)
         self.counts[run] = self.counts.get(run, 0) + count
-        self._charged.add((run, event, len(self.about)))
         self._latest = run, event
 
     def _part(self, run: str) -> None:
         """Make the next release of the run begin a new entry."""
         self.open.pop(run, None)
         self._growing.pop(run, None)
-
-    def is_understated(self) -> bool:
-        """Whether an older version understated the cost of a release, judged by the description of its strategy."""
-        for run, event, lines in self._charged:
-            before = [about for about in self.about[:lines] if about.get("run") in (None, run)]
-            described = before[-1:] or self.about[:1]  # imported entries come before any description
-            if is_understated(event, described[0].get("strategy") if described else None):
-                return True
-        return False
 
     def _largest_next(self, made: int) -> int:
         return min(self.block, max(LEAST_BLOCK, made // SHARE))
@@ -267,9 +255,8 @@ def _grown(entry: Entry, change: int) -> Entry:
 def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
     """The state of a file, the line that recovers it if its end is not clean, and whether its end is torn.
 
-    A torn line stays in the file. It differs from a damaged line in two ways. It is incomplete: a complete line with a
-    wrong checksum shows that earlier lines are missing. And it is followed by nothing or by the line that recovers it,
-    of which there may also be torn copies.
+    A torn line stays in the file. Unlike a damaged line it is incomplete, and followed by nothing or by the line that
+    recovers it, of which there may also be torn copies.
     """
     state, number = LedgerState(), 0
     bad: list[bytes] = []
@@ -290,8 +277,6 @@ def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
             ) from error
     if bad:
         _require_torn(state, bad, number + 1 - len(bad), path)
-    if state.is_understated():
-        raise LedgerError(f"{path} has {UNDERSTATED}.")
     is_clean = not (rest or bad or state.open)
     return state, None if is_clean else state.recovery(torn=bool(bad)), bool(bad)
 
@@ -300,6 +285,7 @@ def replay(data: bytes, path: Path) -> tuple[LedgerState, Record | None, bool]:
 class Snapshot:
     """The contents of a ledger file. Everything that may have been released is counted."""
 
+    path: Path
     run: str  # the id of the ledger
     header: Mapping[str, JSON]  # the public configuration; the latest one if runs have joined
     history: list[Entry]  # the releases, run-length coded, with reservations in full until they are settled
@@ -329,6 +315,7 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
     if recovery is not None:
         state.apply(recovery)
     return Snapshot(
+        path=path,
         run=state.run,
         header=state.header,
         history=state.entries_with({}),

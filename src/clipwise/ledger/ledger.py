@@ -41,8 +41,6 @@ class Limit(Protocol):
 
 @dataclass
 class _Block:
-    """The open reservation of a run."""
-
     event: Event
     left: int  # unused releases: counted in the state, but not yet charged
 
@@ -165,8 +163,8 @@ class Ledger(ABC):
     ) -> None:
         """Charge, all or nothing, the earlier releases of a run that continues in this empty ledger.
 
-        Later releases are not merged with these entries: they may use another noise key. `exact` is whether all
-        entries were released, `plan` the plan of the ledger that they come from.
+        Later releases are not merged with them: they may use another noise key. `exact` is whether all were released,
+        `plan` the plan of the ledger that they come from.
         """
         with self._usable():
             if self._state.total:
@@ -318,8 +316,7 @@ class FileLedger(Ledger):
             not end cleanly, everything that it may have released is counted.
         header: public configuration to keep in the file; must equal that of a run found there.
         join: begin a new run in an existing file. Its releases compose with those in the file.
-        block: for a new file, the most releases that a run reserves at once. (A smaller limit is the larger of 4 and 2%
-            of the run's releases.)
+        block: for a new file, the most releases that a run reserves at once.
     """
 
     def __init__(

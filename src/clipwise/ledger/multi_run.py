@@ -1,7 +1,6 @@
 """Several runs on the same data: their joint privacy cost, and the noise that a further run needs.
 
-The releases of all runs compose, whether the runs share a ledger or have one each. This is correct if the runs share
-records, and overcounts if they share none.
+The releases of all runs compose. This is correct if the runs share records, and overcounts if they share none.
 
 A run that is configured after releases of others were seen is adaptive: its noise, rate and length may depend on them.
 PLD totals are proven if all runs were fixed before the first release. For adaptive runs a Renyi filter holds
@@ -165,28 +164,19 @@ class Held:
         return None
 
 
-@dataclass(frozen=True)
-class LedgerFile:
-    """A ledger file and its contents."""
-
-    path: Path
-    found: Snapshot
-
-
-def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
+def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[Snapshot]:
     """Read ledger files. Raises if they cannot be counted together."""
     if not paths:
         raise ConfigurationError("Give at least one ledger file.")
-    files = [LedgerFile(Path(path), read(path)) for path in paths]
+    files = [read(path) for path in paths]
     for number, file in enumerate(files):
         for earlier in files[:number]:
             _require_another(earlier, file)
-    if not any(file.found.history for file in files):
+    if not any(file.history for file in files):
         names = " and ".join(str(file.path) for file in files)
         raise LedgerError(f"{names} holds no release yet: nothing was spent.")
     _require_one_guarantee(files)
-    headers = [file.found.header for file in files]
-    sizes = sorted({header["dataset_size"] for header in headers if "dataset_size" in header}, key=str)
+    sizes = sorted({file.header["dataset_size"] for file in files if "dataset_size" in file.header}, key=str)
     if len(sizes) > 1:
         warn(
             f"the ledgers are of data sets of different sizes ({', '.join(map(str, sizes))} records). Only runs that "
@@ -195,18 +185,17 @@ def read_files(paths: Sequence[str | os.PathLike[str]]) -> list[LedgerFile]:
     return files
 
 
-def joint_history(files: Sequence[LedgerFile]) -> list[Entry]:
+def joint_history(files: Sequence[Snapshot]) -> list[Entry]:
     """All releases of all runs, one ledger after the other.
 
     A run that was resumed from one checkpoint in two ledgers counts as two runs, so tags get the id of the ledger.
     """
-    found = [file.found for file in files]
-    return [replace(entry, run=f"{each.run}/{entry.run}") for each in found for entry in each.history]
+    return [replace(entry, run=f"{file.run}/{entry.run}") for file in files for entry in file.history]
 
 
-def are_seeded(files: Sequence[LedgerFile]) -> bool:
+def are_seeded(files: Sequence[Snapshot]) -> bool:
     """Whether any of them used a given seed for noise and samples, so that no guarantee is claimed."""
-    return any(about.get("seeded") is True for file in files for about in file.found.about)
+    return any(about.get("seeded") is True for file in files for about in file.about)
 
 
 def require_unused(key: str, ledger: Ledger) -> None:
@@ -218,16 +207,16 @@ def require_unused(key: str, ledger: Ledger) -> None:
         )
 
 
-def _require_another(first: LedgerFile, second: LedgerFile) -> None:
+def _require_another(first: Snapshot, second: Snapshot) -> None:
     """Raise for two files of one run: its releases would count twice, and one of two copies is out of date."""
     if os.path.samefile(first.path, second.path):
         raise ConfigurationError(f"{second.path} is given twice: name each ledger once.")
-    if first.found.run == second.found.run:
+    if first.run == second.run:
         raise LedgerError(
-            f"{first.path} and {second.path} are copies of one ledger (run {first.found.run}): give only the one "
+            f"{first.path} and {second.path} are copies of one ledger (run {first.run}): give only the one "
             "that the run has written to last."
         )
-    if _keys(first.found.about) & _keys(second.found.about):
+    if _keys(first.about) & _keys(second.about):
         raise LedgerError(
             f"{first.path} and {second.path} have releases with the same noise key: {_USED_TWICE} (If one of them "
             "continues the run of the other, it counts the releases of both: give only that one.)"
@@ -235,15 +224,13 @@ def _require_another(first: LedgerFile, second: LedgerFile) -> None:
 
 
 def _keys(about: Iterable[Mapping[str, JSON]]) -> set[JSON]:
-    """The ids of the keys that runs used."""
     return {key for each in about if isinstance(key := each.get("key"), str)}
 
 
-def _require_one_guarantee(files: Sequence[LedgerFile]) -> None:
-    """Raise, naming two files, if releases have different adjacencies or units."""
+def _require_one_guarantee(files: Sequence[Snapshot]) -> None:
     seen: dict[tuple[str, str], Path] = {}
     for file in files:
-        for entry in file.found.history:
+        for entry in file.history:
             seen.setdefault((str(entry.event.adjacency), str(entry.event.unit)), file.path)
     if len(seen) > 1:
         (one, first), (other, second) = list(seen.items())[:2]

@@ -1,10 +1,8 @@
 """Runs that prepare their data: noised counts and training steps that were all fixed before the first release.
 
-A preparation releases noised counts, from which the encoding of the data is made. Then the training begins. PLD holds
-for a composition whose noise multipliers, rates and number of steps do not depend on released values; what the steps
-compute may depend on them. So the run is planned in the ledger before the first release: the event of its steps, their
-number and the budget. The preparation is charged under the tag of the run, and `make_private` takes over the plan, or
-raises.
+From the noised counts the encoding of the data is made. PLD holds for a composition whose noise multipliers, rates and
+number of steps do not depend on released values; what the steps compute may depend on them. So the run is planned in
+the ledger before the first release, the preparation is charged under its tag, and `make_private` takes over the plan.
 """
 
 from __future__ import annotations

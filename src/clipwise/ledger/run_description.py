@@ -13,9 +13,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from clipwise.clipping.base import recorded_strategy
 from clipwise.deprecation import current_strategy
-from clipwise.privacy import Event, Part, Sampling, Unit
+from clipwise.privacy import Part
 
 PACKAGES = ("clipwise-dp", "torch", "numpy", "scipy", "dp-accounting")
 
@@ -90,22 +89,6 @@ class About:
 def _part(data: Mapping[str, Any]) -> Part:
     tuples = {name: tuple(data.get(name, ())) for name in ("parameters", "scales")}
     return Part(**{name: data[name] for name in Part.__dataclass_fields__ if name in data} | tuples)
-
-
-# Older versions accepted such runs, and accounted for them as if each block were clipped as a whole.
-UNDERSTATED = (
-    "releases with sampling='partition' whose blocks are not known to have been clipped as a whole: the strategy was "
-    "not Batch, or the unit was a user, or this is not recorded. Older versions of clipwise understated the cost of "
-    "such steps, so no figure is given. The true cost of T such steps at rate p and noise multiplier z is "
-    "delta(epsilon) = sum_k Binomial(k; T, p) delta_Gauss(epsilon; mu = sqrt(k) / z)"
-)
-
-
-def is_understated(event: Event, strategy: Mapping[str, Any] | None) -> bool:
-    """Whether an event is a partition step with blocks that are not known to have been clipped as a whole."""
-    if event.sampling is not Sampling.PARTITION:
-        return False
-    return not (recorded_strategy(strategy).clips_whole_blocks and event.unit is Unit.RECORD)
 
 
 def versions() -> dict[str, str]:

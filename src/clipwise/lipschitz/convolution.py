@@ -63,32 +63,6 @@ class Windows:
         return found
 
 
-def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> Windows:
-    """The geometry of a convolution with zero padding."""
-    reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-    if module.padding == "same":
-        before = tuple(r // 2 for r in reach)
-    elif isinstance(module.padding, str):
-        before = (0,) * len(reach)
-    else:
-        before = tuple(module.padding)
-    return Windows(tuple(size), module.kernel_size, module.stride, module.dilation, before, tuple(out))
-
-
-def operator_terms(weight: Tensor, groups: int, windows: Windows, effort: Effort) -> Measurements:
-    """The norms that `operator_from` needs besides `weight` and `frobenius`."""
-    by_group = weight.detach().double().reshape(groups, weight.shape[0] // groups, weight.shape[1], -1)
-    sizes = by_group.abs()
-    found: Measurements = {
-        "most into an output": sizes.sum((2, 3)).amax(),
-        "most out of an input": sizes.sum(1).sum(2).amax(),
-    }
-    if by_group.shape[1] < by_group.shape[2] or effort == "tight":
-        # With more inputs than outputs this form of W has fewer rows, so noise in it has a smaller norm.
-        found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
-    return found | ({"torus": torus_bound(weight, groups, windows)} if effort == "tight" else {})
-
-
 def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     """An upper bound on the operator norm of the convolution, the smallest of:
 
@@ -158,14 +132,28 @@ class ConvolutionRule(AffineRule):
         if len(shape) != len(module.kernel_size) + 1:
             raise call.refusal("its input has no batch dimension: give input_shape without the batch")
         self.module, self.rounding, self.groups = module, call.rounding, module.groups
-        self.windows = windows_of(module, shape[1:], call.out[1:])
+        reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        padding = {"same": [r // 2 for r in reach], "valid": [0] * len(reach)}
+        before = tuple(padding[module.padding] if isinstance(module.padding, str) else module.padding)
+        geometry = module.kernel_size, module.stride, module.dilation
+        self.windows = Windows(tuple(shape[1:]), *geometry, before, tuple(call.out[1:]))
         self._taps = self.windows.taps
         self._channels = module.in_channels // module.groups
         self.gathered = math.sqrt(self.windows.cover)
 
     def measured(self, effort: Effort) -> Measurements:
+        """The norms of every affine map, and those that `operator_from` needs besides."""
         weight = self.module.weight.detach().double()
-        return super().measured(effort) | operator_terms(weight, self.groups, self.windows, effort)
+        by_group = weight.reshape(self.groups, weight.shape[0] // self.groups, weight.shape[1], -1)
+        sizes = by_group.abs()
+        found = super().measured(effort) | {
+            "most into an output": sizes.sum((2, 3)).amax(),
+            "most out of an input": sizes.sum(1).sum(2).amax(),
+        }
+        if by_group.shape[1] < by_group.shape[2] or effort == "tight":
+            # With more inputs than outputs this form of W has fewer rows, so noise in it has a smaller norm.
+            found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
+        return found | ({"torus": torus_bound(weight, self.groups, self.windows)} if effort == "tight" else {})
 
     def joined(self, found: Norms) -> dict[str, float]:
         own = {name: found[name] for name in ("weight", "frobenius", "rows", "bias")}
@@ -241,14 +229,15 @@ def average_rule(call: Call) -> Rule:
     return averaging_rule(call, norm / abs(override), held / abs(override))
 
 
-def adaptive_average_rule(call: Call) -> Rule:
-    """Average pooling with the windows of the given output sizes."""
-    return averaging_rule(call, _norm(_adaptive(call)))
-
-
-def adaptive_maximum_rule(call: Call) -> Rule:
-    """Max pooling with the windows of the given output sizes."""
-    return _maximum(call, math.prod(int((m > 0).sum(1).amax()) for m in _adaptive(call)))
+def adaptive_rule(call: Call) -> Rule:
+    """Average or max pooling with the windows of the given output sizes."""
+    matrices = [
+        F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64).unsqueeze(1), o).squeeze(1)
+        for n, o in zip(_image(call), call.out[1:], strict=True)
+    ]
+    if isinstance(call.target, ADAPTIVE_AVERAGE):
+        return averaging_rule(call, _norm(matrices))
+    return _maximum(call, math.prod(int((m > 0).sum(1).amax()) for m in matrices))
 
 
 def maximum_rule(call: Call) -> Rule:
@@ -267,13 +256,6 @@ def _maximum(call: Call, windows: int) -> Rule:
     if getattr(call.target, "return_indices", False):
         raise call.refusal("return_indices=True has no bound: leave it out")
     return fixed_gain_rule(call.out, math.sqrt(windows) * (1 + call.rounding.of_sum(windows)))
-
-
-def _adaptive(call: Call) -> list[Tensor]:
-    return [
-        F.adaptive_avg_pool1d(torch.eye(n, dtype=torch.float64).unsqueeze(1), o).squeeze(1)
-        for n, o in zip(_image(call), call.out[1:], strict=True)
-    ]
 
 
 def _norm(matrices: list[Tensor]) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.lipschitz.rule import refusal
-from clipwise.lipschitz.rule_tables import is_known, require_no_global_hooks, require_no_hooks
+from clipwise.lipschitz.rule_tables import TRACED_AS_A_WHOLE, require_no_global_hooks, require_no_hooks
 
 _MADE_BY_FX = "_tensor_constant"
 
@@ -53,7 +53,12 @@ def _traced_once(model: nn.Module) -> fx.Graph:
     require_no_global_hooks()
     for name, module in model.named_modules():
         require_no_hooks(name, module)
-    graph = _Tracer().traced(model)
+    try:
+        graph = _Tracer().trace(model)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise refusal("", model, _untraceable(error)) from error
     for node in reversed(graph.nodes):  # unused items, as in `output, _ = rnn(x)`
         if node.target is operator.getitem and not node.users:
             graph.erase_node(node)
@@ -80,16 +85,8 @@ def attribute_of(module: nn.Module, path: str) -> Any:
 class _Tracer(fx.Tracer):
     """A tracer that does not enter modules with their own rule."""
 
-    def traced(self, model: nn.Module) -> fx.Graph:
-        try:
-            return self.trace(model)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            raise refusal("", model, _untraceable(error)) from error
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return is_known(m) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, TRACED_AS_A_WHOLE) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         """Errors name the innermost module that cannot be traced."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.layers.bounded import clip_rows, row_norms
 from clipwise.validation.arguments import number
 
 
@@ -137,15 +138,11 @@ def clip_output_gradients(gradients: Tensor, constant: float) -> Tensor:
     So does one longer than 2^126 times `constant`, whose scale float32 would round, possibly up. With this clip a wrong
     or scaled loss cannot violate a bound. A loss within its constant is not changed.
     """
-    rows = gradients.flatten(1) if gradients.ndim > 1 else gradients.unsqueeze(1)
-    norms_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    norms_B = row_norms(gradients)
     if norms_B.device.type == "cpu" and bool((norms_B <= constant).all()):
         return gradients  # on other devices this check would synchronize
     # Rounding may exceed the constant slightly; the bounds allow for it.
-    scales_B = (constant / norms_B).clamp(max=1)
-    shape = (-1, *[1] * (gradients.ndim - 1))
-    good_B = torch.isfinite(norms_B) & (scales_B >= torch.finfo(gradients.dtype).tiny)
-    return torch.where(good_B.view(shape), gradients * scales_B.to(gradients.dtype).view(shape), 0)
+    return clip_rows(gradients, norms_B, constant)[0]
 
 
 def _require_positive(loss: BoundedLoss, name: str) -> None:

@@ -3,11 +3,10 @@
 Power iteration approaches the norm from below, so a sensitivity based on it would be too small. The methods here
 approach it from above.
 
-Norms of many weights take few operations and one copy from the device: rules list the norms that they need, and all are
-measured together. One Gram matrix A A^T gives three: its largest eigenvalue |A|^2, its trace |A|_F^2 and, on its
-diagonal, the squared row norms. On a CPU, LAPACK computes the eigenvalues. On an accelerator the number of operations
-matters, not their size: Gram matrices are zero-padded to a few sizes, which changes no norm, and iterated in batches.
-The remaining arithmetic runs on the host.
+All norms that rules need are measured together, with one copy from the device. One Gram matrix A A^T gives three: its
+largest eigenvalue |A|^2, its trace |A|_F^2 and, on its diagonal, the squared row norms. On a CPU, LAPACK computes the
+eigenvalues. On an accelerator Gram matrices are zero-padded to a few sizes, which changes no norm, and iterated in
+batches.
 """
 
 from __future__ import annotations

@@ -136,8 +136,7 @@ class Rule(ABC):
 class PlainRule(Rule):
     """An operation on one value, without parameters.
 
-    `bound` maps a bound on the input to one on the output, `gain` is |J|, and with `is_view` the output may share the
-    memory of the input.
+    `bound` is for the output, `gain` is |J|, and with `is_view` the output may share the memory of the input.
     """
 
     bound: Callable[[Reach], Reach]
@@ -159,6 +158,14 @@ def fixed_gain_rule(out: Sequence[int], gain: float, entry: float = 1.0, is_view
 def move_rule(out: Sequence[int]) -> Rule:
     """Flatten, reshape, permute, pad or slice: each entry is used at most once."""
     return fixed_gain_rule(out, 1.0, is_view=True)
+
+
+def pad_rule(call: Call, pad: Sequence[int]) -> Rule:
+    """Padding with zeros, not of the batch dimension: (1, -1) would shift the examples by one."""
+    if len(pad) > 2 * len(call.shapes[0]):
+        remedy = "give two numbers for each dimension of an example, and no more"
+        raise call.refusal(f"it pads the dimension that holds the examples of the batch: {remedy}")
+    return move_rule(call.out)
 
 
 DOT_PRODUCTS = "dot-product attention has no bounded slope: use another strategy"
@@ -208,12 +215,6 @@ class Call:
             remedy = "each example must be processed independently"
             raise self.refusal(f"it works along dimension {dim}, which holds the examples of the batch: {remedy}")
         return found - 1
-
-    def require_own_padding(self, pad: Sequence[int]) -> None:
-        """Refuse padding of the batch dimension: (1, -1) would shift the examples by one."""
-        if len(pad) > 2 * len(self.shapes[0]):
-            remedy = "give two numbers for each dimension of an example, and no more"
-            raise self.refusal(f"it pads the dimension that holds the examples of the batch: {remedy}")
 
 
 Build = Callable[[Call], Rule]  # a rule class, or a function that builds a rule

@@ -23,7 +23,7 @@ from clipwise.layers.public_batchnorm import PublicBatchNorm
 from clipwise.lipschitz import activations, convolution
 from clipwise.lipschitz.activations import affine_rule, bounded_norm_rule, clip_input_rule
 from clipwise.lipschitz.linear import EmbeddingRule, JoinRule, LinearRule, ProductRule, SumRule
-from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, move_rule, refusal
+from clipwise.lipschitz.rule import DOT_PRODUCTS, UNKNOWN, Build, Call, Rule, move_rule, pad_rule, refusal
 
 _GROW = "its slope grows as the deviation shrinks: use clipwise.layers."
 # Common operations without a bound, and their alternatives.
@@ -44,10 +44,8 @@ _REFUSED: dict[type[nn.Module], str] = {
 }
 
 
-def is_known(module: nn.Module) -> bool:
-    """Whether a module is traced as a whole although it has a Python `forward`."""
-    ours = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, PublicBatchNorm, BatchStatisticsNorm)
-    return isinstance(module, ours)
+# Modules that are traced as a whole although they have a Python `forward`.
+TRACED_AS_A_WHOLE = (ClipInput, BoundedGroupNorm, BoundedLayerNorm, PublicBatchNorm, BatchStatisticsNorm)
 
 
 def require_no_hooks(name: str, module: nn.Module) -> None:
@@ -81,11 +79,6 @@ def module_rule(call: Call) -> Rule:
     return _MODULE_RULES[type(call.target)](call)
 
 
-def _zero_padding(call: Call) -> Rule:
-    call.require_own_padding(call.target.padding)
-    return move_rule(call.out)
-
-
 _MODULE_RULES: dict[type[nn.Module], Build] = {
     kind: build
     for kinds, build in (
@@ -96,10 +89,9 @@ _MODULE_RULES: dict[type[nn.Module], Build] = {
         ((nn.Embedding,), EmbeddingRule),
         (convolution.MAX, convolution.maximum_rule),
         (convolution.AVERAGE, convolution.average_rule),
-        (convolution.ADAPTIVE_MAX, convolution.adaptive_maximum_rule),
-        (convolution.ADAPTIVE_AVERAGE, convolution.adaptive_average_rule),
+        (convolution.ADAPTIVE_MAX + convolution.ADAPTIVE_AVERAGE, convolution.adaptive_rule),
         ((nn.Flatten, nn.Unflatten), lambda call: move_rule(call.out)),
-        ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), _zero_padding),
+        ((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), lambda call: pad_rule(call, call.target.padding)),
         ((ClipInput,), clip_input_rule),
         ((BoundedGroupNorm, BoundedLayerNorm), bounded_norm_rule),
     )
@@ -121,12 +113,7 @@ def function_rule(call: Call) -> Rule:
         raise call.refusal(f"it changes a value in place: {instead}, which returns a new one")
     if target is getattr:
         raise call.refusal(f"operations on .{call.arguments[1]} are not in the graph: use the value itself")
-    raise call.refusal(instead_of(target))
-
-
-def instead_of(target: Any) -> str:
-    """The alternative to a function without a bound."""
-    return _INSTEAD.get(target, UNKNOWN)
+    raise call.refusal(INSTEAD.get(target, UNKNOWN))
 
 
 def _as_module(call: Call) -> Rule:
@@ -151,9 +138,8 @@ def _two(rule: type[SumRule] | type[ProductRule]) -> Build:
         numbers = [a for a in call.arguments if isinstance(a, (int, float))]
         if len(numbers) != 1 or len(call.shapes) != 1:
             raise call.refusal("its operands must be values of the network or plain numbers")
-        if rule is SumRule:
-            return affine_rule(1.0, call.rounding, shift=numbers[0])
-        return affine_rule(numbers[0], call.rounding)
+        factor, shift = (1.0, numbers[0]) if rule is SumRule else (numbers[0], 0.0)
+        return affine_rule(factor, call.rounding, shift)
 
     return build
 
@@ -185,8 +171,8 @@ def _squeeze(call: Call) -> Rule:
 
 
 def _swap(call: Call) -> Rule:
-    for dim in (call.option("dim0", 1), call.option("dim1", 2)):
-        call.own_dimension(dim)
+    call.own_dimension(call.option("dim0", 1))
+    call.own_dimension(call.option("dim1", 2))
     return move_rule(call.out)
 
 
@@ -231,8 +217,7 @@ def _reduce(total: bool) -> Build:
 def _pad(call: Call) -> Rule:
     if call.option("mode", 2, "constant") != "constant" or call.option("value", 3) not in (None, 0):
         raise call.refusal("only padding with zeros has a bound")
-    call.require_own_padding(call.option("pad", 1))
-    return move_rule(call.out)
+    return pad_rule(call, call.option("pad", 1))
 
 
 def _multiply(call: Call) -> Rule:
@@ -241,7 +226,7 @@ def _multiply(call: Call) -> Rule:
 
 
 # Common operations without a bound, and their alternatives.
-_INSTEAD: dict[Any, str] = {
+INSTEAD: dict[Any, str] = {
     target: instead
     for targets, instead in (
         ((F.scaled_dot_product_attention,), DOT_PRODUCTS),

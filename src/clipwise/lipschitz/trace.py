@@ -17,8 +17,8 @@ from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.linear import ParameterRule
-from clipwise.lipschitz.rule import UNKNOWN, Call, Rounding, Rule, refusal
-from clipwise.lipschitz.rule_tables import function_rule, instead_of, module_rule, require_rule
+from clipwise.lipschitz.rule import Call, Rounding, Rule, refusal
+from clipwise.lipschitz.rule_tables import INSTEAD, function_rule, module_rule, require_rule
 from clipwise.validation.arguments import plain, require_module
 
 # The traced batch size: a prime that is unlikely as another size. Meta tensors hold no data.
@@ -32,7 +32,7 @@ _TAKE_SIZES = ("view", "reshape")
 class Operation:
     """One operation of the network.
 
-    `where` names it in messages. `inputs` names its input values. `parameters` maps its module's names to the model's.
+    `where` names it in messages. `parameters` maps its module's names to the model's.
     """
 
     name: str
@@ -176,7 +176,8 @@ class _Walk:
     def _evaluated(self, node: fx.Node, values: dict[fx.Node, Any], examples: int) -> Any:
         if node.op == "placeholder":
             takes_ids = any(isinstance(self._layer(user), nn.Embedding) for user in node.users)
-            kind = torch.long if takes_ids else _dtype_of(self._model)
+            kind = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
+            kind = torch.long if takes_ids else kind
             return torch.empty((examples, *self._input_shape), dtype=kind, device="meta")
         if node.op == "get_attr":
             owner = attribute_of(self._module, str(node.target))
@@ -209,8 +210,7 @@ class _Walk:
         arguments, options = _given(node, self._values)
         if not isinstance(value, Tensor):
             if tensors and not _is_public(value):
-                instead = instead_of(target)
-                raise refusal(where, target, "it does not return a single tensor" if instead == UNKNOWN else instead)
+                raise refusal(where, target, INSTEAD.get(target, "it does not return a single tensor"))
             return
         self._require_examples(where, target, value)
         call = Call(where, target, [self._shape(n) for n in tensors], tuple(value.shape[1:]), self._rounding)
@@ -305,10 +305,6 @@ def _are_sizes(here: Any, more: Any) -> bool:
     if isinstance(here, (tuple, list)):
         return len(here) == len(more) and all(map(_are_sizes, here, more))
     return here == more or (here, more) == (_EXAMPLES, _MORE_EXAMPLES)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def unit_of(model: nn.Module) -> float:

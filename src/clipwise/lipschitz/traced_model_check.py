@@ -5,13 +5,12 @@ example the 3 of x + 3, or a replaced frozen tensor. So everything that a forwar
 recorded and compared in every step. On a difference the model is traced again: the bounds stay valid if the operations,
 layers and tensors are the same, and otherwise the model is refused.
 
-A constant may also come from a global variable, a closure or a tensor in a list. So a model with constants that
-autograd does not show, or with unused layers that it could switch to, is traced in every step.
+A model with constants that autograd does not show (from a global variable, say), or with unused layers that it could
+switch to, is traced in every step.
 
-A model may behave differently in training than when it was traced: a branch on a flag, a skipped layer, autocast, an
-input that bypasses the clip. The autograd graph of the outputs shows this. It is compared, node by node, with the graph
-that autograd records for the traced model on a few synthetic examples: operations and their settings, parameters,
-shapes, and that every input passed through `ClipInput` (or is ids).
+The autograd graph of the outputs is compared, node by node, with the graph that autograd records for the traced model
+on a few synthetic examples: operations and their settings, parameters, shapes, and that every input passed through
+`ClipInput` (or is ids). It shows branches, skipped layers, autocast, and inputs that bypass the clip.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 
 from clipwise.errors import StepError, UnsupportedModelError
 from clipwise.gradients.outline import ACCUMULATE
+from clipwise.gradients.walk import behind
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
@@ -317,12 +317,5 @@ def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _leads_to_parameter(node: Node | None) -> bool:
-    entered, stack = {None, node}, [] if node is None else [node]
-    while stack:
-        here = stack.pop()
-        if isinstance(getattr(here, "variable", None), nn.Parameter):
-            return True
-        following = {f for f, _ in here.next_functions} - entered
-        entered |= following
-        stack += [f for f in following if f is not None]
-    return False
+    nodes = set() if node is None else {node, *behind([node])}
+    return any(isinstance(getattr(n, "variable", None), nn.Parameter) for n in nodes)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -58,25 +57,18 @@ def limits_of(network: Network, max_weight_norm: MaxWeightNorm) -> dict[str, flo
 
 
 @torch.no_grad()
-def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "spectral") -> dict[str, Tensor]:
+def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "spectral") -> dict[str, float]:
     """Scale down, in place, each parameter whose norm is above its limit.
 
     Weights are clipped by their spectral or Frobenius norm (a convolution as a matrix c_out x (c_in k), an embedding
-    table per row), biases by their L2 norm. This is post-processing of released values. With Frobenius norms it is the
-    projection onto the ball. Spectral scaling is not, and training may stop short of an optimum.
-
-    Parameters without a limit, because they are not trained, are not changed.
+    table per row), biases by their L2 norm. This is post-processing of released values. Parameters without a limit,
+    because they are not trained, are not changed.
 
     Returns:
-        Per parameter the ratio of its previous norm to its limit, on its device: above 1 it was clipped. See
-            `on_limit`.
+        Per parameter the ratio of its previous norm to its limit: above 1 it was clipped. See `on_limit`.
     """
     one_of("norm", norm, NORMS)
-    ratios = _clip_operations_(network, network.operations, limits, norm)
-    return {
-        name: torch.as_tensor(r, dtype=torch.float64, device=network.parameter(name).device)
-        for name, r in ratios.items()
-    }
+    return _clip_operations_(network, network.operations, limits, norm)
 
 
 @torch.no_grad()
@@ -105,7 +97,11 @@ def clip_and_measure_(
         The norms, for `bounds_from`; and per parameter the ratio of its previous norm to its limit.
     """
     trained = [op for op in network.operations if op.parameters]
-    shared = [op for op in trained if _is_shared(op, network.uses, limits)]
+    shared = [
+        op
+        for op in trained
+        if op.rule.has_lengths and all(network.uses[name] == 1 and name in limits for name in op.parameters.values())
+    ]
     ratios: dict[str, float] = {}
     if len(shared) < len(trained):
         ratios = _clip_operations_(network, [op for op in trained if op not in shared], limits, norm)
@@ -123,11 +119,6 @@ def clip_and_measure_(
             error = 2 * max(torch.finfo(network.parameter(op.parameters[own]).dtype).eps for own in factors)
             norms[op.name] = op.rule.scaled(norms[op.name], factors, error)
     return norms, ratios
-
-
-def _is_shared(op: Operation, uses: Mapping[str, int], limits: Mapping[str, float]) -> bool:
-    names = op.parameters.values()
-    return op.rule.has_lengths and all(uses[name] == 1 and name in limits for name in names)
 
 
 def _clip_operations_(
@@ -158,8 +149,13 @@ def _clip_operations_(
         if not is_row and limits[name] < found < math.inf:  # non-finite norms are refused by `bounds_from`
             goal = _goal(network.parameter(name), limits[name])
             factors[name] = min(goal / found, factors.get(name, 1.0))
-    if rescales:
-        _rescale_weights_(network, limits, ratios)
+    for name, ratio in ratios.items() if rescales else ():
+        p = network.parameter(name)
+        if p.ndim >= 2 and _LEAST < ratio < math.inf:
+            goal = _goal(p, limits[name]) / limits[name]
+            if not goal - (1 - goal) <= ratio <= 1:  # weights on their limit keep their bits
+                p.mul_(goal / ratio)
+            ratios[name] = 1.0
     for name, factor in factors.items():
         network.parameter(name).mul_(factor)
     for name, rows in by_row.items():
@@ -168,18 +164,6 @@ def _clip_operations_(
             rows = rows * (factors[name] * (1 + 4 * torch.finfo(p.dtype).eps) if name in factors else 1.0)
             p.mul_(torch.where(rows > limits[name], _goal(p, limits[name]) / rows, 1.0).to(p.dtype))
     return ratios
-
-
-def _rescale_weights_(network: Network, limits: Mapping[str, float], ratios: dict[str, float]) -> None:
-    """Scale weights to their limits, by the largest norm of their uses. Weights on their limit keep their bits."""
-    for name, ratio in ratios.items():
-        p = network.parameter(name)
-        if p.ndim < 2 or not _LEAST < ratio < math.inf:
-            continue
-        goal = _goal(p, limits[name]) / limits[name]
-        if not goal - (1 - goal) <= ratio <= 1:
-            p.mul_(goal / ratio)
-        ratios[name] = 1.0
 
 
 def _or_nan(length: float) -> float:
@@ -192,17 +176,9 @@ def _goal(p: Tensor, limit: float) -> float:
     return limit * (1 - 4 * torch.finfo(p.dtype).eps * math.sqrt(rank))
 
 
-def on_limit(ratios: Mapping[str, Tensor]) -> dict[str, bool]:
+def on_limit(ratios: Mapping[str, float]) -> dict[str, bool]:
     """Whether each parameter is on its limit. This is a function of released values, and costs no privacy."""
-    if not ratios:
-        return {}
-    values = torch.stack(list(ratios.values())).tolist()
-    return {name: is_on_limit(value) for name, value in zip(ratios, values, strict=True)}
-
-
-def is_on_limit(ratio: float) -> bool:
-    """Whether a ratio of norm to limit is on the limit."""
-    return ratio >= _ON
+    return {name: ratio >= _ON for name, ratio in ratios.items()}
 
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -216,11 +192,7 @@ _WORTH_IT = 0.75  # smallest |log2(a)| for which a factor of 2 helps
 _SWEEPS = 50
 
 
-class Pair(NamedTuple):
-    """Two layers between which a factor can be moved."""
-
-    first: Operation
-    second: Operation
+Pair = tuple[Operation, Operation]  # two layers between which a factor can be moved
 
 
 def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
@@ -231,15 +203,20 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
         names = operations[node.name].parameters.values() if node.name in operations else ()
         return _is_module(network, node, _LAYERS) and all(network.uses[n] == 1 and n in trained for n in names)
 
+    def is_homogeneous(node: fx.Node) -> bool:
+        if node.op in ("call_function", "call_method"):
+            return node.target in _HOMOGENEOUS_CALLS and len(node.all_input_nodes) == 1
+        return _is_module(network, node, _HOMOGENEOUS)
+
     found = []
     for node in network.graph.graph.nodes:
         if not movable(node):
             continue
         following = _only_user(node)
-        while following is not None and _is_homogeneous(network, following):
+        while following is not None and is_homogeneous(following):
             following = _only_user(following)
         if following is not None and movable(following):
-            found.append(Pair(operations[node.name], operations[following.name]))
+            found.append((operations[node.name], operations[following.name]))
     return found
 
 
@@ -257,14 +234,14 @@ def balance_(
     terms = {name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()}
     lengths = {
         op.parameters[own]: length
-        for op in {id(op): op for pair in pairs for op in (pair.first, pair.second)}.values()
+        for op in {id(op): op for pair in pairs for op in pair}.values()
         for own, length in op.rule.lengths(norms[op.name], norm).items()
     }
     powers = dict.fromkeys(lengths, 0)
     for _ in range(_SWEEPS):
         moved = False
-        for pair in pairs:
-            grows, shrinks = list(pair.first.parameters.values()), [pair.second.parameters["weight"]]
+        for first, second in pairs:
+            grows, shrinks = list(first.parameters.values()), [second.parameters["weight"]]
             power = _best_power(grows, shrinks, terms, lengths, limits)
             for names, sign in ((grows, 1), (shrinks, -1)):
                 for name in names:
@@ -304,12 +281,6 @@ def _best_power(
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_homogeneous(network: Network, node: fx.Node) -> bool:
-    if node.op in ("call_function", "call_method"):
-        return node.target in _HOMOGENEOUS_CALLS and len(node.all_input_nodes) == 1
-    return _is_module(network, node, _HOMOGENEOUS)
 
 
 def _is_module(network: Network, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> bool:

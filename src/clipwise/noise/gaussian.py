@@ -4,16 +4,8 @@ The Gaussian mechanism needs a density on the whole real line. `torch.randn` in 
 exceeds 5.8 standard deviations, so the release of one data set can take values that are impossible for its neighbour.
 Here every value is drawn in float64 from full 64-bit words, and only the result is rounded to the requested dtype.
 
-On the CPU numpy's ziggurat draws. It covers half of the density with 256 strips of equal area, takes one strip and a
-point in it (52 bits), and accepts points under the curve: at once where the whole strip is under it, else by comparison
-with exp(-x^2 / 2). The lowest strip ends at r = 3.654; the tail beyond it is
-
-    x = r + e,   e = -ln(1 - U) / r,   accepted if -2 ln(1 - V) > e^2, else drawn again,
-
-with uniforms U, V of 53 bits. This is the exact normal law beyond r: e has density r exp(-r e) and is accepted with
-probability exp(-e^2 / 2), whose product is a constant times exp(-(r + e)^2 / 2). Values there are denser than float32
-up to 10 standard deviations. The largest V, 1 - 2^-53, ends the tail at r + sqrt(2 * 53 ln 2) = 12.2; the rest has
-probability below 1e-33.
+On the CPU the words are those of numpy's Philox, and each gives one normal by a table (standard_normal.py). These reach
+9.6 standard deviations; the rest has probability below 1e-21.
 
 On CUDA the words are those of Philox4x32-10, and two 64-bit words make a pair of normals by Box-Muller
 (kernels/noise.py). These reach 9.49 standard deviations; the rest has probability below 3e-21. Both devices draw from
@@ -33,18 +25,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from clipwise.errors import ConfigurationError
 from clipwise.kernels.noise import normals
+from clipwise.noise import standard_normal
 from clipwise.noise.key import KEY_BYTES
+
+Floats = npt.NDArray[Any]  # float32 or float64
 
 # Normals per chunk on the CPU: large enough to hide the cost of a call, small enough for the cache and for small models
 # to use a second thread. Another size gives other noise from the same key.
 _CPU_CHUNK = 1 << 15
+# Where the two streams of a chunk begin in its 2^64 blocks of words. Older versions used the blocks from 0 on, with
+# another algorithm, so no word of a key serves both.
+_FIRST_BLOCK, _FIRST_BLOCK_OF_REST = 1 << 62, 1 << 63
 BUCKET = 16 * 2**20  # noise values per draw: 64 MiB in addition to the sums
 
 
@@ -88,7 +88,9 @@ def gaussian(
         words_4 = key_words(key).to(target, non_blocking=True)
         return normals(words_4, size, std, dtype, target, onto, divisor, start)
     first = start - start % _CPU_CHUNK
-    noise = _on_cpu(key, [start + size - first], [std], dtype, first // _CPU_CHUNK)[start - first :].to(target)
+    noise = torch.empty(start + size - first, dtype=dtype)
+    _on_cpu(key, [noise.numpy()], [std], first // _CPU_CHUNK)
+    noise = noise[start - first :].to(target)
     return noise if onto is None else noise.add_(onto.view(-1)).div_(divisor)
 
 
@@ -108,7 +110,26 @@ def buckets(sizes: Sequence[int]) -> list[int]:
 def gaussian_in_pieces(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> Tensor:
     """The values of `gaussian` on the CPU, flat, where each piece has its own standard deviation."""
     _require_drawable(key, sizes, stds)
-    return _on_cpu(key, sizes, stds, torch.float32)
+    noise = torch.empty(sum(sizes))
+    _on_cpu(key, [piece.numpy() for piece in torch.split(noise, list(sizes))], stds)
+    return noise
+
+
+@torch.no_grad()
+def add_gaussian(key: bytes, sums: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:
+    """Replace each sum by (sum + noise) / divisor, in one pass over memory.
+
+    The noise is that of `gaussian_in_pieces`: the results are equal to the bit.
+
+    Args:
+        key: 32 bytes from `NoiseKey.derive`.
+        sums: of one dtype, float32 or float64, on the CPU, without gaps in memory. Noise has the order of memory.
+        stds: the standard deviation of the noise of each sum.
+        divisor: of all sums.
+    """
+    _require_drawable(key, [0], stds)
+    flat = [t.as_strided((t.numel(),), (1,)).numpy() for t in sums]
+    _on_cpu(key, flat, stds, divisor=divisor)
 
 
 def _require_drawable(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -> None:
@@ -121,14 +142,12 @@ def _require_drawable(key: bytes, sizes: Sequence[int], stds: Sequence[float]) -
 
 
 def _on_cpu(
-    key: bytes, sizes: Sequence[int], stds: Sequence[float], dtype: torch.dtype, first_chunk: int = 0
-) -> Tensor:
-    """Draw in chunks, on as many threads as torch may use."""
-    ends = list(accumulate(sizes))
-    noise = torch.empty(ends[-1], dtype=dtype)
+    key: bytes, pieces: Sequence[Floats], stds: Sequence[float], first_chunk: int = 0, divisor: float | None = None
+) -> None:
+    """Draw in chunks, on as many threads as torch may use: into the pieces, or onto them if there is a divisor."""
+    ends = list(accumulate(len(piece) for piece in pieces))
     starts = deque(range(0, ends[-1], _CPU_CHUNK))
-    by_all_threads(starts, partial(_draw_chunks, key, noise, ends, stds, first_chunk))
-    return noise
+    by_all_threads(starts, partial(_draw_chunks, key, pieces, ends, stds, first_chunk, divisor))
 
 
 def by_all_threads(starts: deque[int], draw_chunks: Callable[[deque[int]], None]) -> None:
@@ -159,39 +178,53 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def _draw_chunks(
-    key: bytes, noise: Tensor, ends: Sequence[int], stds: Sequence[float], first_chunk: int, starts: deque[int]
+    key: bytes,
+    pieces: Sequence[Floats],
+    ends: Sequence[int],
+    stds: Sequence[float],
+    first_chunk: int,
+    divisor: float | None,
+    starts: deque[int],
 ) -> None:
     """Draw chunks until no start is left, through one float64 buffer.
 
     Numpy releases the interpreter lock while it draws and scales, so threads run in parallel.
     """
-    out = noise.numpy()
-    buffer = np.empty(min(_CPU_CHUNK, len(out)))
+    size = min(_CPU_CHUNK, ends[-1])
+    drawn, workspace, scaled = np.empty(size), np.empty(size, dtype=np.uint64), np.empty(size, dtype=pieces[0].dtype)
     for start in taken_from(starts):
-        stop = min(start + _CPU_CHUNK, len(out))
-        drawn = buffer[: stop - start]
-        _stream(key, first_chunk + start // _CPU_CHUNK).standard_normal(out=drawn)
-        piece, here = bisect_right(ends, start), start
+        stop = min(start + _CPU_CHUNK, ends[-1])
+        words, rest = _streams(key, first_chunk + start // _CPU_CHUNK)
+        standard_normal.fill(drawn[: stop - start], workspace[: stop - start], words, rest)
+        number, here = bisect_right(ends, start), start
         while here < stop:
-            end = min(ends[piece], stop)
-            scaled = drawn[here - start : end - start]
-            np.multiply(scaled, stds[piece], out=out[here:end], casting="same_kind")
-            piece, here = piece + 1, end
+            end, piece = min(ends[number], stop), pieces[number]
+            normals, offset = drawn[here - start : end - start], ends[number] - len(piece)
+            place = piece[here - offset : end - offset]
+            noise = place if divisor is None else scaled[: end - here]
+            np.multiply(normals, stds[number], out=noise, casting="same_kind")
+            if divisor is not None:
+                np.add(place, noise, out=place)
+                np.divide(place, place.dtype.type(divisor), out=place)
+            number, here = number + 1, end
 
 
-def _stream(key: bytes, chunk: int) -> np.random.Generator:
-    """The generator of a chunk: a part of one Philox stream.
+def _streams(key: bytes, chunk: int) -> tuple[np.random.BitGenerator, np.random.BitGenerator]:
+    """The two streams of words of a chunk: parts of one Philox stream.
 
     All 32 bytes of the key are used: the first half is Philox's key, the second the high half of its counter. Word 1 of
-    the counter is the chunk's number and word 0 counts from 0 within it, so chunks share no word, and any thread can
-    draw any chunk.
+    the counter is the chunk's number and word 0 counts within it, so chunks share no word, and any thread can draw any
+    chunk.
 
     torch.Generator is not used on the CPU: its Mersenne Twister keeps 32 bits of the seed (seeds s and s + 2^32 give
     the same stream), so an attacker could try all seeds against a released value.
     """
     secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
-    counter = np.array([0, chunk, *secret[2:]], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=secret[:2], counter=counter))
+    words, rest = (
+        np.random.Philox(key=secret[:2], counter=np.array([first, chunk, *secret[2:]], dtype=np.uint64))
+        for first in (_FIRST_BLOCK, _FIRST_BLOCK_OF_REST)
+    )
+    return words, rest
 
 
 def key_words(key: bytes) -> Tensor:

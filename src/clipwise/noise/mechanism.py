@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from clipwise.gradients.real_views import complex_view, real_view
-from clipwise.noise.gaussian import BUCKET, buckets, gaussian, gaussian_in_pieces
+from clipwise.noise.gaussian import BUCKET, add_gaussian, buckets, gaussian
 from clipwise.noise.key import NoiseKey
 from clipwise.noise.secure import noised_on_grid, rounded_gaussian
 from clipwise.privacy import Part
 
 # (bucket number, size, dtype, onto, divisor) -> flat noise, or (onto + noise) / divisor.
 Draw = Callable[[int, int, torch.dtype, Tensor | None, float], Tensor]
-# (sizes, standard deviations) of several sums -> their flat noise.
-DrawTogether = Callable[[Sequence[int], Sequence[float]], Tensor]
 # (part number, index of the device within the part, standard deviation, device) -> draws.
 DrawOf = Callable[[int, int, float, torch.device], Draw]
 
@@ -36,16 +34,13 @@ def noised_sums(
     """(sum + noise) / L of each sum. L is the expected batch size; the realised one is secret. Overwrites the sums.
 
     Sums are first brought into the memory order of `parameters`. Complex sums get noise on their real and imaginary
-    parts. Small parts on a CPU share one draw.
+    parts. On a CPU the sums themselves are changed, in one pass over memory, and small parts share one draw.
     """
     for name, p in parameters.items():
         total[name] = in_order_of(p, total[name])
     are_complex = [name for name, t in total.items() if t.is_complex()]
     total.update({name: real_view(total[name]) for name in are_complex})
-    if fit_together(parts, total):
-        draw_together = partial(gaussian_in_pieces, key.derive("noise/together"))
-        total.update(noised_together(parts, total, draw_together, divisor))
-    else:
+    if not _noised_in_place(total, parts, divisor, key):
         noised_by_part(total, parts, divisor, partial(_draw_from, key), key)
     total.update({name: complex_view(total[name]) for name in are_complex})
     return total
@@ -80,6 +75,9 @@ def noised_by_part(
             total.update(zip(names, released, strict=True))
 
 
+TOGETHER = "noise/together"  # the label of the draw that several parts share
+
+
 def noise_labels(part: int, sums: Sequence[Tensor]) -> list[str]:
     """The labels of the draws for these sums of a part, which are on one device."""
     return [noise_label(part, 0, bucket) for bucket in range(len(buckets([t.numel() for t in sums])))]
@@ -108,29 +106,37 @@ def _draw_steps(key: NoiseKey, ratio: float, part: int, place: int, bucket: int,
     return rounded_gaussian(key.derive(secure_label(part, place, bucket)), size, ratio)
 
 
+def _noised_in_place(total: Mapping[str, Tensor], parts: Sequence[Part], divisor: float, key: NoiseKey) -> bool:
+    """Replace the content of each sum, if all get standard noise on the CPU. Returns False for other sums."""
+    one = next(iter(total.values())).dtype
+    if not _have_plain_noise(parts) or one not in (torch.float32, torch.float64):
+        return False
+    if not all(t.device.type == "cpu" and t.dtype == one and _is_dense(t) for t in total.values()):
+        return False
+    if fit_together(parts, total):
+        stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
+        add_gaussian(key.derive(TOGETHER), [total[name] for name in stds], list(stds.values()), divisor)
+        return True
+    for number, part in enumerate(parts):
+        left = [total[name] for name in part.parameters or (part.name,)]
+        for bucket, count in enumerate(buckets([t.numel() for t in left])):
+            sums, left = left[:count], left[count:]
+            add_gaussian(key.derive(noise_label(number, 0, bucket)), sums, [part.noise_std] * count, divisor)
+    return True
+
+
 def fit_together(parts: Sequence[Part], sums: Mapping[str, Tensor]) -> bool:
     """Whether one draw can serve several parts: standard noise on the CPU, for one bucket."""
     return (
         len(parts) > 1
-        and all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
+        and _have_plain_noise(parts)
         and all(t.dtype == torch.float32 and t.device.type == "cpu" for t in sums.values())
         and sum(t.numel() for t in sums.values()) <= BUCKET
     )
 
 
-@torch.no_grad()
-def noised_together(
-    parts: Sequence[Part], sums: Mapping[str, Tensor], draw: DrawTogether, divisor: float
-) -> dict[str, Tensor]:
-    """(sum + noise) / divisor of all parts from one draw."""
-    stds = {name: part.noise_std for part in parts for name in part.parameters or (part.name,)}
-    those = [sums[name] for name in stds]
-    sizes = [t.numel() for t in those]
-    noise = draw(sizes, list(stds.values()))
-    views = [_shaped(piece, t) for piece, t in zip(torch.split(noise, sizes), those, strict=True)]
-    torch._foreach_add_(views, those)
-    noise.div_(divisor)
-    return dict(zip(stds, views, strict=True))
+def _have_plain_noise(parts: Sequence[Part]) -> bool:
+    return all(part.noise_std > 0 and not part.grid and not part.scales for part in parts)
 
 
 def scales_of(part: Part, names: Sequence[str]) -> list[float]:
@@ -167,11 +173,15 @@ def noised(sums: list[Tensor], draw: Draw, divisor: float, scales: Sequence[floa
     return found
 
 
-@torch.no_grad()
 def in_order_of(parameter: Tensor, total: Tensor) -> Tensor:
     """A sum in the memory order of its parameter, so that an entry gets the same noise for every memory order."""
     if total.stride() == parameter.stride():
         return total
+    return _reordered(parameter, total)
+
+
+@torch.no_grad()
+def _reordered(parameter: Tensor, total: Tensor) -> Tensor:
     if _is_dense(total) and _is_dense(parameter) and _order(total) == _order(parameter):
         return total.as_strided(parameter.shape, parameter.stride())  # only strides of axes of size 1 differ
     return torch.empty_like(parameter, dtype=total.dtype).copy_(total)
@@ -183,7 +193,7 @@ def laid_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 
     Fused optimizers on a CPU read the memory of both in parallel and ignore strides.
     """
-    return in_order_of(parameter, gradient.to(parameter.dtype))
+    return in_order_of(parameter, gradient if gradient.dtype is parameter.dtype else gradient.to(parameter.dtype))
 
 
 def write_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

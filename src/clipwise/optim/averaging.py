@@ -73,24 +73,19 @@ class AveragedParameters:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """A context in which the model holds the averages as its parameters, with matching public statistics.
-
-        Do not train in it: a private run that keeps these averages raises an error.
-        """
+        """A context in which the model holds the averages, with matching public statistics. Do not train in it."""
         if self.is_applied:
             yield self._model
             return
         parameters = self._parameters()
-        with torch.no_grad():
-            own = {name: p.detach().clone() for name, p in parameters.items()}
-            self._write(parameters, self._averages)
+        own = {name: p.detach().clone() for name, p in parameters.items()}
+        self._write(parameters, self._averages)
         self.is_applied = True
         try:
             AllPublicStatistics(self._model).refresh()
             yield self._model
         finally:
-            with torch.no_grad():
-                self._write(parameters, own)
+            self._write(parameters, own)
             self.is_applied = False
             AllPublicStatistics(self._model).refresh()
 
@@ -103,8 +98,7 @@ class AveragedParameters:
                 f"copy_to: the model has no parameter {name!r} of shape {tuple(self._averages[name].shape)}: give a "
                 "model with the architecture of the trained one."
             )
-        with torch.no_grad():
-            self._write(parameters, self._averages)
+        self._write(parameters, self._averages)
         AllPublicStatistics(model).refresh()
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +126,7 @@ class AveragedParameters:
         if (name := self._not_in(averages)) is not None:
             raise CheckpointError(f"The averages are of another model: {name!r} is missing or has another shape.")
         if len(averages) != len(self._averages):
-            raise CheckpointError("The averages are of another model: they hold more parameters than are trained here.")
+            raise CheckpointError("The averages are of another model: it has more trained parameters.")
         for name, average in self._averages.items():
             average.copy_(averages[name])
         self.updates = updates
@@ -154,8 +148,8 @@ class AveragedParameters:
         """The averaged parameters, including those that were frozen later."""
         return {name: p for name, p in self._model.named_parameters() if name in self._averages}
 
-    @staticmethod
-    def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def _write(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             parameters[name].copy_(value)
 
@@ -191,9 +185,8 @@ def add_penalty(penalty: Penalty, model: nn.Module, parameters: Mapping[str, nn.
 def _gradients(penalty: Penalty, model: nn.Module, parameters: list[nn.Parameter]) -> tuple[Tensor | None, ...]:
     with torch.enable_grad():
         value = penalty(model)
-    is_number = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
     found: tuple[Tensor | None, ...] = ()
-    if is_number:
+    if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad:
         found = torch.autograd.grad(value, parameters, allow_unused=True)
     if all(g is None for g in found):
         raise StepError("penalty must return a single number that depends on the model's trainable weights.")

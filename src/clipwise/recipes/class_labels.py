@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.counts import threshold
 
 if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
@@ -42,10 +43,15 @@ def released_labels(values: Sequence[str | None], counts: NoisedCounts | None, b
         raise ConfigurationError(
             "The labels are not declared: give --labels, or a share of the budget for their counts."
         )
+    std = counts.std_of(["labels"])["labels"]
+    least = max(1.0, _STANDARD_DEVIATIONS * std) if bytes_only else threshold(std, counts.delta)
+    if len(values) < least:  # their number is public
+        raise ConfigurationError(
+            f"{len(values)} records are too few to find their labels by noised counts with this budget: give --labels."
+        )
     if bytes_only:
         bins = np.array([NO_LABEL if value is None else int(value) for value in values], np.int64)
         released = counts.release({"labels": (bins, _BYTES)})
-        least = max(1.0, _STANDARD_DEVIATIONS * released.std["labels"])
         found = [str(label) for label, count in enumerate(released.histograms["labels"]) if count >= least]
     else:
         found = list(counts.release({}, {"labels": list(values)}).strings["labels"])

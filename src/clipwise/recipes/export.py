@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from importlib.util import find_spec
@@ -19,7 +20,11 @@ ENDINGS = {"onnx": "model.onnx", "torchscript": "model.torchscript.pt"}
 
 
 def export(run: Path, kind: str, file: Path | None = None) -> Path:
-    """Write the model of a run. Its input is an encoded batch of any size, as `Encoder.inputs` makes it."""
+    """Write the model of a run.
+
+    Its input is an encoded batch of any size, as `Encoder.inputs` makes it. Features in bfloat16 become float32, which
+    every runtime and numpy know.
+    """
     if kind not in FORMATS:
         raise ConfigurationError(f"--format {kind!r} is not known: use {' or '.join(FORMATS)}.")
     folder, encoder, name = open_run(run)
@@ -30,7 +35,8 @@ def export(run: Path, kind: str, file: Path | None = None) -> Path:
             f"--format {kind} is not possible for data of the kind {encoder.kind!r}: load {folder.model.name} into "
             "your own module instead."
         )
-    inputs, path = rows.tensors[:-1], folder.path / ENDINGS[kind] if file is None else file
+    inputs = tuple(x.float() if x.dtype == torch.bfloat16 else x for x in rows.tensors[:-1])
+    path = folder.path / ENDINGS[kind] if file is None else file
     try:
         if kind == "onnx":
             _onnx(model, inputs, path)
@@ -63,6 +69,8 @@ def _onnx(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
 
 
 def _torchscript(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
+    buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch prefers torch.export, which has no stable file format yet
-        torch.jit.trace(model, inputs).save(str(path))  # type: ignore[no-untyped-call]
+        torch.jit.save(torch.jit.trace(model, inputs), buffer)  # type: ignore[no-untyped-call]
+    path.write_bytes(buffer.getvalue())  # torch's own errors about files are no OSError

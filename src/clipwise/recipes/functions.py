@@ -19,6 +19,8 @@ from clipwise.recipes.kind import Encoder, Settings, Source, Task
 from clipwise.recipes.target import load, running
 from clipwise.sampling.fetch import length_of
 
+_VALUES = (Tensor, np.ndarray, np.generic, int, float)  # what becomes tensors in a batch
+
 
 class FunctionSource(Source):
     """The data set that a function returns."""
@@ -29,6 +31,8 @@ class FunctionSource(Source):
     def __init__(self, target: str) -> None:
         self.target = target
         self.model, self.data, self.loss = made_by(target)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigurationError(f"{target} returns a model without parameters to train: set requires_grad=True.")
         self.description = f"the data set that {target} returns"
 
     def __len__(self) -> int:
@@ -45,6 +49,12 @@ class FunctionSource(Source):
         return Settings(type(self.model).__name__, max(1, min(rows, 256)), 10, 0.1)
 
     def prepare(self, rows: np.ndarray, counts: object) -> FunctionEncoder:
+        record = self.data[int(rows[0])]
+        if not isinstance(record, (tuple, list)) or not all(isinstance(value, _VALUES) for value in record):
+            raise ConfigurationError(
+                f"A record of the data set of {self.target} must be a tuple of tensors or numbers: return one in "
+                "__getitem__."
+            )
         return FunctionEncoder(self.target, self.loss)
 
 

@@ -18,7 +18,7 @@ from clipwise.recipes.config import Choices
 from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
 from clipwise.recipes.kind import Settings, Source
 from clipwise.recipes.sources import open_source
-from clipwise.sampling import make_scheme
+from clipwise.sampling.schemes import make_scheme
 
 # The share of the budget for noised counts, if the kind of data names none.
 COUNTS_SHARE = 0.1

@@ -10,9 +10,10 @@ from typing import IO
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.evaluate import outputs_of
 from clipwise.recipes.finish import trained_model
+from clipwise.recipes.functions import FunctionEncoder
 from clipwise.recipes.kind import Encoder
 from clipwise.recipes.run_folder import RunFolder
-from clipwise.recipes.sources import encoder_from
+from clipwise.recipes.sources import encoder_from, open_further
 
 
 def open_run(path: Path) -> tuple[RunFolder, Encoder, str]:
@@ -21,14 +22,18 @@ def open_run(path: Path) -> tuple[RunFolder, Encoder, str]:
     content = folder.read_config()
     if "encoding" not in content:
         raise ConfigurationError(f"{path} has no encoding of its data: the run was interrupted before it was trained.")
+    if content["encoding"]["kind"] == FunctionEncoder.kind:
+        raise ConfigurationError(
+            f"{path} has the model of your own function: load {folder.model.name} into it and use it in your own code."
+        )
     return folder, encoder_from(content["encoding"]), str(content["training"]["model"])
 
 
-def predictions(path: Path, data: Path) -> Iterator[list[str]]:
+def predictions(path: Path, data: Path, encoding: str | None = None) -> Iterator[list[str]]:
     """A header and one line for each record: the label and the probability of each label, or the predicted number."""
     folder, encoder, name = open_run(path)
     model = trained_model(encoder, name, folder)
-    output = outputs_of(model, encoder.inputs(encoder.open(data)))
+    output = outputs_of(model, encoder.inputs(open_further(encoder, data, encoding)))
     if encoder.task.labels is None:
         yield ["prediction"]
         yield from ([f"{value:.7g}"] for value in output.reshape(-1).tolist())

@@ -58,7 +58,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """Progress and released figures, one JSON object a line."""
+        """Progress and released figures, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -107,7 +107,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove the folder of a run that has released nothing."""
-        for file in (self.config, self.ledger):
+        for file in (self.config, self.ledger, self.secrets):
             file.unlink(missing_ok=True)
         with suppress(OSError):  # something else is in it
             self.path.rmdir()

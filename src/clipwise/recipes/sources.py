@@ -15,6 +15,7 @@ from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.source import ImageSource
 from clipwise.recipes.kind import Encoder, Source
 from clipwise.recipes.tables.encoder import TableEncoder
+from clipwise.recipes.tables.read import is_number
 from clipwise.recipes.tables.schema import read_schema
 from clipwise.recipes.tables.source import TableSource
 from clipwise.recipes.texts.encoder import TextEncoder
@@ -75,9 +76,12 @@ def open_source(choices: Choices) -> Source:
 
 
 def _no_target(source: TableSource) -> str:
-    columns = ", ".join(source.table.columns)
     if source.schema.target is None:
         return "--target is needed: the name of the column to predict. The schema has no [target] either."
+    if any(is_number(name) for name in source.table.columns):  # a row has private values
+        columns = "not listed here: some of the names are numbers. If the first line is a row, add one with names"
+    else:
+        columns = ", ".join(source.table.columns)
     return f"--target {source.schema.target.name!r} is no column of {source.path}. Its columns are {columns}."
 
 
@@ -98,7 +102,7 @@ def path_of(choices: Choices) -> Path:
         return folder / path
     found = sorted(folder.glob(f"{path.name}.*"))
     if len(found) != 1:
-        what = f"{len(found)} files are called so" if found else "there is none"
+        what = f"{len(found)} files have this name" if found else "there is none"
         raise ConfigurationError(f"--data-folder {folder} holds no single data set {choices.path!r}: {what}.")
     return found[0]
 
@@ -109,9 +113,13 @@ def _kind_of(choices: Choices) -> str:
     if ":" in choices.path and not Path(choices.path).exists():
         return "function"
     path = path_of(choices)
-    if choices.text is not None or TextSource.recognises(path):
+    if choices.text is not None:
         return "text"
-    return "images" if ImageSource.recognises(path) else "table"
+    if ImageSource.recognises(path):  # first: folders of images often have a read-me or a list of classes
+        return "images"
+    if TextSource.recognises(path):
+        return "text"
+    return "images" if path.is_dir() else "table"  # the error about such a folder names all formats
 
 
 def require_public_test(choices: Choices, source: Source) -> None:
@@ -153,7 +161,16 @@ def public_test(choices: Choices, encoder: Encoder) -> Source | None:
     """The public test rows, if there are any."""
     if choices.public_test is None:
         return None
-    return encoder.open(Path(choices.public_test))
+    return open_further(encoder, Path(choices.public_test), choices.encoding)
+
+
+def open_further(encoder: Encoder, path: Path, encoding: str | None = None) -> Source:
+    """Further data of the kind that the encoder is for. `encoding` is that of text in files; by default the run's."""
+    if encoding is None:
+        return encoder.open(path)
+    if not isinstance(encoder, (TableEncoder, TextEncoder)):
+        raise ConfigurationError(f"--encoding is not for data of the kind {encoder.kind!r}: leave it out.")
+    return encoder.open(path, encoding)
 
 
 def encoder_from(data: Mapping[str, Any]) -> Encoder:

@@ -43,7 +43,7 @@ def _table(path: tuple[str, ...], table: Mapping[str, Any]) -> str:
         if isinstance(value, Mapping):
             below.append(_table((*path, str(name)), value))
         elif value is not None:
-            lines.append(f"{_key(str(name))} = {_value(value)}")
+            lines.append(f"{_key(str(name))} = {value_text(value)}")
     return "\n".join(["\n".join(lines) + "\n", *below])
 
 
@@ -56,7 +56,8 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value as TOML text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
@@ -68,8 +69,8 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return _string(value)
     if isinstance(value, Mapping):
-        pairs = (f"{_key(str(name))} = {_value(v)}" for name, v in value.items() if v is not None)
+        pairs = (f"{_key(str(name))} = {value_text(v)}" for name, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, Sequence):
-        return "[" + ", ".join(_value(v) for v in value) + "]"
+        return "[" + ", ".join(value_text(v) for v in value) + "]"
     raise ConfigurationError(f"A {type(value).__name__} cannot be written to TOML.")

@@ -25,7 +25,7 @@ from clipwise.clipping import PerExample
 from clipwise.engine import checkpoint
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
-from clipwise.errors import ConfigurationError, LedgerError
+from clipwise.errors import ClipwiseError, ConfigurationError, LedgerError
 from clipwise.ledger.ledger import FileLedger, read
 from clipwise.ledger.planned_run import plan_run
 from clipwise.ledger.run_description import versions
@@ -130,11 +130,16 @@ def train(run: Run, watch: Watch, stop: Interrupts) -> bool:
     """Train, or continue to train. Returns False if it was interrupted; it can then be resumed."""
     with _initial_weights(run.plan.choices.seed):
         model = run.encoder.model(run.settings.model).to(run.device)
-        if run.plan.event is None:
-            after = _Reporter(run, watch).after
-            is_complete = train_plainly(run.plan, run.encoder, model, after, stop)
-        else:
-            is_complete = _train_privately(run, model, _Reporter(run, watch), stop)
+        try:
+            if run.plan.event is None:
+                after = _Reporter(run, watch).after
+                is_complete = train_plainly(run.plan, run.encoder, model, after, stop)
+            else:
+                is_complete = _train_privately(run, model, _Reporter(run, watch), stop)
+        except ClipwiseError as error:
+            if run.folder.checkpoint.is_file():  # it can be resumed
+                raise
+            raise _with_cost(error, run.folder) from error
     if is_complete:
         run.folder.save_model(model.state_dict())
         run.folder.secrets.unlink(missing_ok=True)  # the budget is spent: the run will not be resumed
@@ -186,12 +191,12 @@ def _prepared(plan: Plan, folder: RunFolder) -> Encoder:
         return plan.source.prepare(plan.training_rows, counts)
 
 
-def _with_cost(error: ConfigurationError, folder: RunFolder) -> ConfigurationError:
-    """The error of a run that ends before its training. The folder of a run without a release is removed."""
+def _with_cost(error: ClipwiseError, folder: RunFolder) -> ClipwiseError:
+    """The error of a run that cannot be trained. The folder of a run without a release is removed."""
     if folder.ledger.is_file() and read(folder.ledger).position:
         return ConfigurationError(
-            f"{error} Noised counts were released before: {folder.ledger} has their cost, which adds to that of "
-            "another run on these rows."
+            f"{error} There were releases before: {folder.ledger} has their cost, which adds to that of another run on "
+            "these rows."
         )
     folder.discard()
     return error

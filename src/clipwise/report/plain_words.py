@@ -141,6 +141,8 @@ def value_of(line: Mapping[str, Any]) -> str:
     """A released figure: an accuracy in percent, other figures as numbers."""
     if line.get("rows") == HELD_OUT and line.get("value") == 0 and not is_share(line):
         return "too small for the noise"
+    if is_share(line) and line.get("low") == 0 and line.get("high") == 1:  # a group with few rows for the noise
+        return "not known"
     return _number(line.get("value"), line)
 
 

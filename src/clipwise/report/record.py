@@ -180,7 +180,7 @@ class RunRecord:
             return "The ledger of this run is missing. Nothing is known about what its releases cost."
         if any(found.seeded for found in self.ledgers):
             return (
-                "This run used a given seed. Whoever knows the seed can subtract the noise, so no guarantee is claimed."
+                "This run used a given seed. Anyone with the seed can subtract the noise, so no guarantee is claimed."
             )
         if self.training.weights == wording.NOT_VERIFIED:
             return (

@@ -36,7 +36,6 @@ class Crop:
         self.size, self.padding = whole("Crop: size", size, least=1), whole("Crop: padding", padding, least=0)
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
-        """[B, C, H, W] to [B, C, size, size]."""
         _require_images(self, x_BCHW)
         padded = torch.nn.functional.pad(x_BCHW, [self.padding] * 4)
         B, C, H, W = padded.shape
@@ -60,13 +59,12 @@ class Flip:
     """A horizontal flip with probability 1/2, drawn for each row."""
 
     def __call__(self, x_BCHW: Tensor, random: torch.Generator) -> Tensor:
-        """[B, C, H, W] to the same."""
         _require_images(self, x_BCHW)
         flips_B = torch.rand(len(x_BCHW), generator=random).to(x_BCHW.device) < 0.5
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
 
 
-_MOST_VIEWS = 10_000  # rows of one example
+_MOST_VIEWS = 10_000
 
 
 class Views:
@@ -154,7 +152,6 @@ class _Alike(Views):
 
 
 def _inputs_of(batch: Mapping[Any, Any]) -> Any:
-    """The key of the inputs."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
     found = [key for key, t in tensors.items() if t.dim() >= 3]
     found = found or [key for key, t in tensors.items() if t.dim() == 2 and t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""The base class of sampling schemes, and the randomness of a draw.
+"""The base class of sampling schemes.
 
 Only schemes make events, so the accounting matches the sampling. An index is one unit of the guarantee: a record or a
 user.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -100,31 +98,3 @@ class Scheme(ABC):
             period=self.period,
             excess=self.excess,
         )
-
-
-def subset(random: np.random.Generator, population: int, size: int) -> Indices:
-    """A uniform subset, sorted so that memory is read in one direction."""
-    return np.sort(random.choice(population, size, replace=False, shuffle=False))
-
-
-@lru_cache(maxsize=2)
-def epoch_order(epoch_secret: bytes, size: int) -> Indices:
-    """A uniform order of `size` units, computed once per epoch.
-
-    Another process, with another version of numpy, may continue an epoch, and must find the same order so that each
-    unit takes part once. numpy guarantees the words of a bit generator but not the methods of `Generator`, so the words
-    are ranked. Two words are equal with probability below N^2 / 2^65; then the order of these two units is not random.
-    """
-    order = np.argsort(_bits(epoch_secret).random_raw(size), kind="stable")
-    order.setflags(write=False)
-    return order
-
-
-def generator_of(secret: bytes) -> np.random.Generator:
-    """The generator of a draw."""
-    return np.random.Generator(_bits(secret))
-
-
-def _bits(secret: bytes) -> np.random.Philox:
-    digest = blake2b(secret, digest_size=16, person=b"clipwise.draw").digest()
-    return np.random.Philox(key=int.from_bytes(digest, "little"))

@@ -54,7 +54,6 @@ def _is_nested(value: Any) -> bool:
 
 
 def _map_members(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same container with every member changed. Other values do not change."""
     if isinstance(value, Mapping):
         return mapping_like(value, {key: change(member) for key, member in value.items()})
     if isinstance(value, (list, tuple)):

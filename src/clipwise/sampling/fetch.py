@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,7 @@ from clipwise.sampling.base import Indices
 from clipwise.sampling.batch_structure import mapping_like, sequence_like
 
 _MOST_COLUMNS = 4  # no training set has so few records, and few have more columns
-_FROM_TABLE = (
-    "TensorDataset(torch.tensor(table[features].to_numpy(), dtype=torch.float32), "
-    "torch.tensor(table[label].to_numpy()))"
-)
+_FROM_TABLE = "TensorDataset(torch.tensor(table[features].to_numpy()), torch.tensor(table[label].to_numpy()))"
 
 
 def length_of(dataset: Any) -> int:
@@ -27,11 +25,9 @@ def length_of(dataset: Any) -> int:
     hint = _what_to_pass(dataset)
     if hint is not None:
         raise ConfigurationError(f"dataset is a {kind}{hint}")
-    if hasattr(dataset, "__getitem__"):
-        try:
+    if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        with suppress(TypeError, NotImplementedError):
             return len(dataset)
-        except (TypeError, NotImplementedError):
-            pass
     raise ConfigurationError(
         f"dataset is a {kind}, which has no length or cannot be indexed: a private batch is drawn by index from a "
         "known number of records. Pass a map-style data set, with __len__ and __getitem__; for a generator, a list of "
@@ -49,11 +45,6 @@ def _what_to_pass(dataset: Any) -> str | None:
             ", and its batches are not drawn as the privacy accounting assumes. Pass the data set behind it: "
             f"make_private(model, optimizer, loader.dataset, batch_size={batch_size}{collate}, ...), and loop over "
             "private.loader. Its sampler and drop_last are not used."
-        )
-    if isinstance(dataset, IterableDataset):
-        return (
-            ", an IterableDataset: it has no index to draw a private batch by. Pass a map-style data set, with __len__ "
-            "and __getitem__, or a list of its records."
         )
     if _is_table(dataset):
         return f", indexed by the names of its columns or rows, not by the number of a record. Pass {_FROM_TABLE}."
@@ -105,8 +96,10 @@ class Fetcher(Dataset[Any]):
         self.dataset_size = length_of(dataset)
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self._fetches_together = getattr(dataset, "__getitems__", None) is not None
         self._tensors: tuple[torch.Tensor, ...] | None = None
-        if collate_fn is None and _is_plain_tensors(dataset):
+        is_plain = isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is TensorDataset.__getitem__
+        if collate_fn is None and is_plain and not self._fetches_together:
             self._tensors = dataset.tensors
         self._empty: Any = None
 
@@ -133,15 +126,11 @@ class Fetcher(Dataset[Any]):
         (record,) = self._records([0])
         one = self._collate([copy.copy(record)])
         two = self._collate([copy.copy(record), copy.copy(record)])
-        try:
+        with suppress(_UnknownStructureError):
             return _none_from_one_and_two(one, two)
-        except _UnknownStructureError:
-            pass
         if self.collate_fn is not None:
-            try:
+            with suppress(Exception):  # its message could quote a record
                 return self.collate_fn([])
-            except Exception:
-                pass  # its message could quote a record
         raise ConfigurationError(
             "collate_fn returns something whose form for an empty batch is not clear, and a sampled batch may be "
             "empty. Return tensors, lists, tuples or dicts in which one dimension counts the records, or give a "
@@ -152,10 +141,6 @@ class Fetcher(Dataset[Any]):
     def is_mixing_possible(self) -> bool:
         """Whether user code handles several records at once: a `collate_fn` or a `__getitems__`."""
         return self._tensors is None and (self.collate_fn is not None or self._fetches_together)
-
-    @property
-    def _fetches_together(self) -> bool:
-        return getattr(self.dataset, "__getitems__", None) is not None
 
     def arrangements(self, indices: Indices) -> list[Callable[[Sequence[int]], Any]]:
         """Functions that collate some of these records, given by position, in any order.
@@ -226,11 +211,3 @@ def _none_from_one_and_two(one: Any, two: Any) -> Any:
             members = [_none_from_one_and_two(a, b) for a, b in zip(one, two, strict=True)]
             return sequence_like(one, members)
     raise _UnknownStructureError
-
-
-def _is_plain_tensors(dataset: Any) -> bool:
-    return (
-        isinstance(dataset, TensorDataset)
-        and type(dataset).__getitem__ is TensorDataset.__getitem__
-        and not hasattr(dataset, "__getitems__")
-    )

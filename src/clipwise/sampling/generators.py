@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import shake_256
 
@@ -57,12 +57,3 @@ def drawing_from(key: bytes, devices: Collection[torch.device]) -> Iterator[None
             seed = shake_256(key + b"cuda" + place.to_bytes(4, "little")).digest(8)
             torch.cuda.default_generators[place].manual_seed(int.from_bytes(seed, "little"))
         yield
-
-
-def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
-    """Whether a global generator of these devices has a seed below 2^32, as users choose.
-
-    Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
-    """
-    by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
-    return any(0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind)

@@ -41,14 +41,12 @@ class Piece:
 class PrivateLoader:
     """An iterable over the steps of the current epoch that are not yet released.
 
-    The batch of a step is a function of the step's secret. A batch that was fetched without a step
-    (`next(iter(loader))`) is drawn again by the next iterator, so no batch can be skipped because of its data. A new
-    iterator ends the older ones.
+    A batch that was fetched without a step (`next(iter(loader))`) is drawn again by the next iterator, so no batch can
+    be skipped because of its data. A new iterator ends the older ones.
 
-    It yields one item per step, and its length is the number of steps in an epoch. The item is the batch. Where a step
-    can come in several pieces (`max_physical_batch_size`, several microbatches, users), the item is an iterator over
-    the pieces of that step: `for step_pieces in loader: for x, y in step_pieces: ...`. `pieces()` iterates over the
-    pieces of all steps in one loop. The number of pieces is as secret as the batch size, so no `len` depends on it.
+    It yields one item per step: the batch or, where a step can come in several pieces (`max_physical_batch_size`,
+    several microbatches, users), an iterator over the pieces of that step. `pieces()` iterates over the pieces of all
+    steps in one loop. The number of pieces is as secret as the batch size, so no `len` depends on it.
 
     Args:
         scheme: draws the batches.
@@ -91,7 +89,7 @@ class PrivateLoader:
             fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
-        self._scheme = scheme
+        self._scheme, self._steps_per_epoch = scheme, scheme.steps_per_epoch
         self.fetcher = fetcher
         self._secrets = secrets
         self.max_physical_batch_size = max_physical_batch_size
@@ -101,12 +99,11 @@ class PrivateLoader:
         self._prepare = prepare
         self._rank, self._ranks = rank, ranks
         self._turn = 0
-        self.largest_size = scheme.largest_size
         # Depends on the arguments only, so that the same training loop works for every batch size.
         self._yields_pieces = max_physical_batch_size is not None or self._cut.most_pieces(scheme.largest_size) > 1
 
     def __len__(self) -> int:
-        return self._scheme.steps_per_epoch
+        return self._steps_per_epoch
 
     def pieces(self, max_physical_batch_size: int | None = None) -> Pieces:
         """Iterate over the pieces of all steps of the epoch in one loop; over whole batches where none is cut.
@@ -172,7 +169,6 @@ class PrivateLoader:
         return piece
 
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
-        """One iterator over the pieces of each step."""
         handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:
             yield self._pieces_of_step(turn, first, handed_out)
@@ -227,7 +223,6 @@ class PrivateLoader:
             )
 
     def _schedule(self, cut: Cut) -> Iterator[Piece]:
-        """The pieces of the rest of the epoch."""
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
             parts = cut.of_rank(indices, self._rank, self._ranks)
@@ -235,7 +230,7 @@ class PrivateLoader:
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
-            if slot + 1 >= self._scheme.steps_per_epoch:
+            if slot + 1 >= self._steps_per_epoch:
                 return
 
     def _fetch_ahead(self, cut: Cut) -> Iterator[tuple[Piece, Any]]:
@@ -258,23 +253,9 @@ class PrivateLoader:
             pin_memory=self._pin_memory,
             prefetch_factor=self._prefetch_factor,
             worker_init_fn=partial(_seed_worker, secret),
-            generator=generator_from(
-                secret
-            ),  # the default would seed workers from torch's global seed, which may be known
+            generator=generator_from(secret),  # by default workers are seeded from torch's global seed
         )
-        arriving = iter(batches)
-        while True:
-            try:
-                batch = next(arriving)
-            except StopIteration:
-                return
-            except (RuntimeError, EOFError, ConnectionError) as error:
-                if not _is_of_a_dead_worker(error):
-                    raise
-                raise StepError(
-                    "A worker process of private.loader has died (killed, or out of memory). Nothing was released "
-                    "for the batch that it fetched: loop over private.loader again, perhaps with a smaller num_workers."
-                ) from error
+        for batch in batches:
             yield requested.popleft(), batch
 
 
@@ -288,31 +269,20 @@ def _seed_worker(secret: bytes, number: int) -> None:
 
 
 class Pieces:
-    """The pieces of all remaining steps of an epoch; see `PrivateLoader.pieces`.
+    """The pieces of all remaining steps of an epoch, with a public upper bound as the length.
 
-    Its length is a public upper bound: the steps of an epoch times the most pieces of a step. Under Poisson sampling a
-    batch may hold every record, so an epoch usually has far fewer pieces.
+    Under Poisson sampling a batch may hold every record, so an epoch usually has far fewer pieces.
     """
 
     def __init__(self, loader: PrivateLoader, cut: Cut) -> None:
         self._loader, self._cut = loader, cut
 
     def __len__(self) -> int:
-        return len(self._loader) * self._cut.most_pieces(self._loader.largest_size)
+        return len(self._loader) * self._cut.most_pieces(self._loader._scheme.largest_size)
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.reset()
         return self._loader._hand_out(self._loader._turn, self._cut)
-
-
-def _is_of_a_dead_worker(error: Exception) -> bool:
-    """Torch has no error type for it: the message names the process, or the pipe breaks.
-
-    For an error of the data set the message begins with "Caught ... in DataLoader worker process ...".
-    """
-    if isinstance(error, RuntimeError):
-        return "DataLoader worker (pid" in str(error)
-    return not str(error).startswith("Caught ")
 
 
 def _as_fetched(batch: Any) -> Any:

@@ -26,9 +26,9 @@ _NO_RECORDS = np.empty(0, dtype=np.int64)
 
 
 class Cut(ABC):
-    """Maps the drawn units to the records of each piece. There is at least one piece, which may be empty."""
+    """Maps the drawn units to the records of each piece. There is at least one piece."""
 
-    may_be_empty: bool = True
+    may_be_empty: bool  # whether a piece may be empty although units were drawn
 
     @abstractmethod
     def __call__(self, drawn: Indices) -> list[Indices]:
@@ -43,10 +43,7 @@ class Cut(ABC):
         return records
 
     def of_rank(self, drawn: Indices, rank: int, ranks: int) -> list[Indices]:
-        """The pieces of one of several ranks. All ranks have the same number of pieces; some may be empty.
-
-        Here a piece is never cut, and the ranks take turns.
-        """
+        """The pieces of one of several ranks, which take turns. All ranks have the same number of pieces."""
         pieces = self(drawn)
         own = pieces[rank::ranks]
         return own + [_NO_RECORDS] * (-(-len(pieces) // ranks) - len(own))
@@ -116,7 +113,7 @@ class ByUser(Cut):
     change the number of another.
     """
 
-    may_be_empty = False  # except for an empty draw
+    may_be_empty = False
 
     def __init__(self, ids: Iterable[Hashable]) -> None:
         records: dict[Hashable, list[int]] = {}
@@ -127,7 +124,7 @@ class ByUser(Cut):
         self._records = [np.array(records[owner], dtype=np.int64) for owner in _in_order(records)]
         self._count = sum(map(len, self._records))
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # the ids are private
         return f"ByUser({len(self._records)} users)"
 
     def __call__(self, drawn: Indices) -> list[Indices]:
@@ -180,7 +177,6 @@ def _listed(ids: Any) -> list[Hashable]:
 
 
 def _require_column(ids: Any) -> None:
-    """Raise for a value that does not iterate over one owner per record."""
     dimensions = getattr(ids, "ndim", 1)  # a table iterates over its column names
     if dimensions != 1:
         raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy as np
 from clipwise.accounting.truncation import default_limit, excess
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.privacy import Sampling
-from clipwise.sampling.base import Indices, Scheme, epoch_order, generator_of, subset
-from clipwise.validation.arguments import number, one_of, whole
+from clipwise.sampling.base import Indices, Scheme
+from clipwise.validation.arguments import number, one_of, whole, with_plain_numbers
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Poisson(Scheme):
     @classmethod
     def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> Poisson:
         _require_one_size(batch_size, sample_rate)
-        if batch_size is not None:
+        if batch_size is not None:  # FixedSize checks the size
             sample_rate = FixedSize.make(dataset_size, batch_size, None).sample_rate
         return Poisson(dataset_size, number("sample_rate", sample_rate, above=0, most=1))
 
@@ -63,7 +64,7 @@ class Poisson(Scheme):
         has the same law, in time O(batch) instead of O(N). A uniform subset of a uniform subset is uniform, so
         truncating the size truncates the batch.
         """
-        random = generator_of(step_secret)
+        random = _generator_of(step_secret)
         size = int(random.binomial(self.dataset_size, self.sample_rate))
         return subset(random, self.dataset_size, min(size, self.largest_size))
 
@@ -72,8 +73,7 @@ class Poisson(Scheme):
 class TruncatedPoisson(Poisson):
     """A Poisson draw, truncated to a uniform subset of `max_batch_size` units if it is larger.
 
-    It limits the memory of a step. Whether a batch was truncated is secret. The default limit is so high that
-    truncation costs no privacy: about 9.5 standard deviations above the mean.
+    It limits the memory of a step. Whether a batch was truncated is secret. By default truncation costs no privacy.
     """
 
     sampling: ClassVar[Sampling] = Sampling.TRUNCATED_POISSON
@@ -107,11 +107,10 @@ class TruncatedPoisson(Poisson):
 
 @dataclass(frozen=True)
 class _OfBatchSize(Scheme):
-    """A scheme with a fixed number of records per step."""
-
     batch_size: int
 
     def __post_init__(self) -> None:
+        with_plain_numbers(self)
         super().__post_init__()
         whole("batch_size", self.batch_size, least=1)
         if self.batch_size > self.dataset_size:
@@ -127,10 +126,8 @@ class _OfBatchSize(Scheme):
             raise ConfigurationError(
                 f"sampling={str(cls.sampling)!r} needs a whole number of records: give batch_size, not sample_rate."
             )
-        arguments = [whole("batch_size", batch_size, least=1)]
-        if cls.draws_by_microbatches:
-            arguments.append(whole("microbatches", own.get("microbatches", 1), least=1))
-        return cls(dataset_size, *arguments)
+        own = {name: own[name] for name in own.keys() & cls.__dataclass_fields__}
+        return cls(dataset_size, batch_size, **own)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -143,7 +140,7 @@ class _OfBatchSize(Scheme):
 
 @dataclass(frozen=True)
 class _OfMicrobatches(_OfBatchSize):
-    """A scheme whose draw depends on `microbatches`, the number k of equally large microbatches of a batch."""
+    """A scheme whose draw depends on the number k of equally large microbatches of a batch."""
 
     draws_by_microbatches: ClassVar[bool] = True
     microbatches: int = 1
@@ -184,7 +181,7 @@ class FixedSize(_OfMicrobatches):
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
         """A uniform subset of b units of each class, independently of the other classes."""
-        random, k = generator_of(step_secret), self.microbatches
+        random, k = _generator_of(step_secret), self.microbatches
         if k == 1:
             return subset(random, self.dataset_size, self.batch_size)
         sizes = [len(range(j, self.dataset_size, k)) for j in range(k)]
@@ -221,7 +218,7 @@ class Partition(_OfMicrobatches):
         return self.microbatches * self.dataset_size / self.blocks
 
     def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        random, size = generator_of(step_secret), self.block_size
+        random, size = _generator_of(step_secret), self.block_size
         if self.microbatches == 1:
             chosen = random.integers(self.blocks, size=1)
         else:
@@ -320,6 +317,33 @@ def make_scheme(
         )
     size = whole("dataset_size", dataset_size, least=1)
     return scheme.make(size, batch_size, sample_rate, max_batch_size=max_batch_size, microbatches=microbatches)
+
+
+def subset(random: np.random.Generator, population: int, size: int) -> Indices:
+    """A uniform subset, sorted so that memory is read in one direction."""
+    return np.sort(random.choice(population, size, replace=False, shuffle=False))
+
+
+@lru_cache(maxsize=2)
+def epoch_order(epoch_secret: bytes, size: int) -> Indices:
+    """A uniform order of `size` units, computed once per epoch.
+
+    Another process, with another version of numpy, may continue an epoch, and must find the same order so that each
+    unit takes part once. numpy guarantees the words of a bit generator but not the methods of `Generator`, so the words
+    are ranked. Two words are equal with probability below N^2 / 2^65; then the order of these two units is not random.
+    """
+    order = np.argsort(_bits(epoch_secret).random_raw(size), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def _generator_of(secret: bytes) -> np.random.Generator:
+    return np.random.Generator(_bits(secret))
+
+
+def _bits(secret: bytes) -> np.random.Philox:
+    digest = blake2b(secret, digest_size=16, person=b"clipwise.draw").digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little"))
 
 
 def _require_one_size(batch_size: Any, sample_rate: Any) -> None:

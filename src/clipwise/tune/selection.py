@@ -3,9 +3,8 @@
 Each run of a search is private. Selecting one of many runs costs more than one run, because the choice depends on the
 records through all of them.
 
-*All runs released.* Runs on the same records compose. This holds if the settings that decide privacy (noise, rate,
-steps) were fixed in advance and each score is part of the releases. A search that uses scores of private records
-without noise has no guarantee.
+*All runs released.* Runs on the same records compose, if the settings that decide privacy (noise, rate, steps) were
+fixed in advance and each score is part of the releases. Scores of private records without noise give no guarantee.
 
 *Only the best released.* With a random, secret number of runs and independently drawn settings, the best run costs
 little more than a single run (Papernot and Steinke, 2022; `accounting.search`). Scores are noised: one validation
@@ -41,9 +40,10 @@ def composed_epsilon(scores: Sequence[Score]) -> tuple[float, float] | None:
     if not scores or any(s.release is None or s.delta is None for s in scores):
         return None
     delta = max(s.delta for s in scores if s.delta is not None)
-    history = []
-    for z, rate, steps in (s.release for s in scores if s.release is not None):
-        history.append(Entry(from_arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT), steps))
+    history = [
+        Entry(from_arguments.event(z, rate, Sampling.POISSON, Adjacency.ZERO_OUT), steps)
+        for z, rate, steps in (s.release for s in scores if s.release is not None)
+    ]
     kinds = len({entry.event for entry in history})
     return accounting.epsilon_of(history, delta, "pld" if kinds <= _MOST_KINDS else "rdp"), delta
 
@@ -186,8 +186,5 @@ def _smallest(cost: Callable[[float], float], budget: float) -> float:
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        if cost(middle) > budget:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if cost(middle) > budget else (low, middle)
     return float(f"{high * (1 + 10.0 ** (1 - _DIGITS)):.{_DIGITS}g}")

@@ -15,7 +15,7 @@ from clipwise.ledger.durable_files import replace_file
 from clipwise.privacy import rounded_up
 from clipwise.report.plots import METADATA, STYLE
 from clipwise.tune.selection import composed_epsilon
-from clipwise.tune.subject import Choice, Dimension, Point, Space, Subject, described, front, plain
+from clipwise.tune.subject import Choice, Point, Space, Subject, described, front, plain
 
 FILE = "study.db"
 SPACE = "space"  # the attribute of a study that describes its space
@@ -57,18 +57,17 @@ def _objective(trial: Any, subject: Subject, say: Say) -> tuple[float, float]:
 
 def suggested(trial: Any, space: Space) -> dict[str, Any]:
     """A point of the space, drawn by the sampler of a trial."""
-    found = {name: _drawn(trial, name, d) for name, d in space.items()}
+    found: dict[str, Any] = {}
+    for name, d in space.items():
+        if isinstance(d, Choice):
+            # By index: a list may hold values that the file cannot store.
+            found[name] = d.values[trial.suggest_categorical(name, list(range(len(d.values))))]
+        elif d.whole:
+            found[name] = trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
+        else:
+            found[name] = trial.suggest_float(name, d.low, d.high, log=d.log)
     trial.set_user_attr("settings", {name: plain(value) for name, value in found.items()})
     return found
-
-
-def _drawn(trial: Any, name: str, d: Dimension) -> Any:
-    if isinstance(d, Choice):
-        # By index: a list may hold values that the file cannot store.
-        return d.values[trial.suggest_categorical(name, list(range(len(d.values))))]
-    if d.whole:
-        return trial.suggest_int(name, math.ceil(d.low), math.floor(d.high), log=d.log)
-    return trial.suggest_float(name, d.low, d.high, log=d.log)
 
 
 def _finished(study: Any) -> list[Any]:
@@ -80,17 +79,6 @@ def _point(trial: Any) -> Point:
     release = None if release is None else tuple(release)
     accuracy, epsilon = trial.values
     return Point(accuracy, epsilon, kept.get("delta"), release, trial.number, dict(kept["settings"]))
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    gone = [f"{name!r} is gone" for name in before if name not in now]
-    new = [f"{name!r} is new" for name in now if name not in before]
-    changed = [name for name in now if name in before and before[name] != now[name]]
-    return gone + new + [f"{name!r} was {_in_words(before[name])} and is {_in_words(now[name])}" for name in changed]
-
-
-def _in_words(dimension: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in dimension.items())
 
 
 def _study(subject: Subject, out: Path, seed: int) -> Any:
@@ -106,14 +94,16 @@ def _study(subject: Subject, out: Path, seed: int) -> Any:
     now = described(subject.space)
     storage = f"sqlite:///{out / FILE}"
     study = _opened(optuna, subject.name, storage)
-    differences = _differences(study.user_attrs.get(SPACE, {} if study.trials else now), now)
-    if differences and all(t.state.name == "FAIL" for t in study.trials):
+    before = study.user_attrs.get(SPACE, {} if study.trials else now)
+    if before != now and all(t.state.name == "FAIL" for t in study.trials):
         # After a fixed mistake in a script, for example: there is no finished run to mix with others.
         optuna.delete_study(study_name=subject.name, storage=storage)
         study = _opened(optuna, subject.name, storage)
-    elif differences:
+    elif before != now:
+        changed = [name for name in before | now if before.get(name) != now.get(name)]
         raise ConfigurationError(
-            f"SPACE has changed since this study began: {'; '.join(differences)}. Give another folder with --out."
+            f"SPACE has changed since this study began, at {', '.join(map(repr, changed))}. Give another folder with "
+            "--out."
         )
     if not study.trials:
         study.set_user_attr(SPACE, now)
@@ -156,7 +146,7 @@ def write(name: str, points: Sequence[Point], out: Path) -> list[Path]:
 def markdown(name: str, points: Sequence[Point]) -> str:
     """The front as a table, and the cost of the search."""
     head, *rows = table(points)
-    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those that no other beats:", ""]
+    lines = [f"# {name}: accuracy against epsilon", "", f"{len(points)} runs; those on the Pareto front:", ""]
     lines += [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join([*lines, "", *cost_in_words(points)]) + "\n"
 
@@ -165,7 +155,11 @@ def table(points: Sequence[Point]) -> list[list[str]]:
     """The head and the rows of a table of the front."""
     best = front(points)
     names = list(best[0].settings) if best else []
-    rows = [[rounded_up(p.epsilon), f"{p.accuracy:.2%}", *(_short(p.settings.get(n)) for n in names)] for p in best]
+    rows = []
+    for p in best:
+        settings = [p.settings.get(n) for n in names]
+        shown = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in settings]
+        rows.append([rounded_up(p.epsilon), f"{p.accuracy:.2%}", *shown])
     return [["epsilon", "accuracy", *names], *rows]
 
 
@@ -202,8 +196,3 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
         axes.legend(frameon=False)
         canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
     return file
-
-
-def _short(value: Any) -> str:
-    """Formats a setting for a table."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -25,16 +25,13 @@ class Range:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        given = f"Range({self.low:g}, {self.high:g}"
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise ConfigurationError(
-                f"Range({self.low:g}, {self.high:g}) is empty: give two finite numbers, the smaller one first."
-            )
+            raise ConfigurationError(f"{given}) is empty: give two finite numbers, the smaller one first.")
         if self.log and self.low <= 0:
-            raise ConfigurationError(f"Range({self.low:g}, {self.high:g}, log=True): low must be above 0.")
+            raise ConfigurationError(f"{given}, log=True): low must be above 0.")
         if self.whole and math.ceil(self.low) > math.floor(self.high):
-            raise ConfigurationError(
-                f"Range({self.low:g}, {self.high:g}, whole=True) holds no whole number: give wider ends."
-            )
+            raise ConfigurationError(f"{given}, whole=True) holds no whole number: give wider ends.")
 
     def at(self, u: float) -> float | int:
         """The number at the fraction u in [0, 1] of the range."""
@@ -73,14 +70,14 @@ def point(space: Space, u: Sequence[float]) -> dict[str, Any]:
 
 def described(space: Space) -> dict[str, dict[str, Any]]:
     """A space in plain types, for a file."""
-    return {name: _described(dimension) for name, dimension in space.items()}
-
-
-def _described(dimension: Dimension) -> dict[str, Any]:
-    if isinstance(dimension, Choice):
-        return {"values": [plain(value) for value in dimension.values]}
-    low, high = float(dimension.low), float(dimension.high)
-    return {"low": low, "high": high, "log": bool(dimension.log), "whole": bool(dimension.whole)}
+    found: dict[str, dict[str, Any]] = {}
+    for name, d in space.items():
+        if isinstance(d, Choice):
+            found[name] = {"values": [plain(value) for value in d.values]}
+        else:
+            ends = {"low": float(d.low), "high": float(d.high)}
+            found[name] = {**ends, "log": bool(d.log), "whole": bool(d.whole)}
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -119,7 +116,7 @@ class Point(Score):
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """The Pareto front: the points that no other beats in both accuracy and epsilon, sorted by epsilon."""
+    """The Pareto front: points that no other exceeds in accuracy at a smaller epsilon, sorted by epsilon."""
     found: list[Point] = []
     for p in sorted(points, key=lambda p: (p.epsilon, -p.accuracy, p.number)):  # the first of equal ones
         if not found or p.accuracy > found[-1].accuracy:
@@ -198,10 +195,9 @@ def of_script(file: Path, function: str = "train") -> Subject:
             f"{function}(settings), which returns (accuracy, epsilon)."
         )
     for name, dimension in space.items():
-        if not isinstance(dimension, (Range, Choice)):
-            raise ConfigurationError(
-                f"{file.name}: SPACE[{name!r}] is {type(dimension).__name__}: use clipwise.tune.Range or Choice."
-            )
+        if not isinstance(dimension, Dimension):
+            kind = type(dimension).__name__
+            raise ConfigurationError(f"{file.name}: SPACE[{name!r}] is {kind}: use clipwise.tune.Range or Choice.")
     where = f"{file.name}: {function}(settings)"
     return Subject(file.stem, space, lambda settings: _checked(train(dict(settings)), where))
 

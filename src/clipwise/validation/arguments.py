@@ -7,7 +7,7 @@ import math
 import numbers
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -20,20 +20,15 @@ from clipwise.errors import ClipwiseError, ConfigurationError
 
 
 def plain(value: Any) -> Any:
-    """Convert NumPy scalars to Python numbers, also inside mappings, lists and tuples.
+    """Convert NumPy scalars to Python numbers, also inside dicts, lists and tuples.
 
     Checkpoints are loaded with `weights_only=True`, which rejects NumPy scalars.
     """
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, Mapping):
-        found = {key: plain(member) for key, member in value.items()}
-        return value if all(found[key] is member for key, member in value.items()) else found
-    if type(value) in (list, tuple):
-        members = [plain(member) for member in value]
-        same = all(new is old for new, old in zip(members, value, strict=True))
-        return value if same else type(value)(members)
-    return value
+    if type(value) is dict:
+        return {key: plain(member) for key, member in value.items()}
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 
 
 def with_plain_numbers(settings: Any) -> None:
@@ -131,7 +126,7 @@ def refuse(name: str, value: Any, allowed: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message, or only its type if it could hold data."""
+    """The value for a message, or only its type if it could hold data."""
     if isinstance(value, str):
         return repr(str(value))
     is_plain = value is None or isinstance(value, (bool, numbers.Number))

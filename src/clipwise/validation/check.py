@@ -1,11 +1,7 @@
 """`clipwise.check` reports whether a model and a loss can be trained privately, and why not.
 
-It runs the replacement test (validation/replacement.py). The test also finds coupling that no gradient shows, such as
-a loss divided by the number of examples or valid tokens of the batch. The report depends on the rows: use synthetic
-or public ones.
-
-The first layer that mixes examples is found from two passes, before and after one example is replaced, which are
-compared call by call: the other examples' inputs are unchanged there and their outputs change.
+It runs the replacement test (validation/replacement.py). The first layer that mixes examples is found from two passes,
+before and after one example is replaced: the other examples' inputs are unchanged there and their outputs change.
 """
 
 from __future__ import annotations
@@ -66,10 +62,9 @@ def check(model: nn.Module, loss: Loss, batch: Any, clipping: Strategy | None = 
         model: the model, in the mode in which it will be trained.
         loss: returns one loss per example. It is called as `loss(model, batch)` if `batch` is a mapping or a tensor.
         batch: a batch as a loader returns it: a tuple or list of the loss's further arguments, or a mapping or tensor.
-            The first axis of each tensor counts examples. Give at least two, synthetic or public.
-        clipping: the strategy to train with. The default clips single examples; for a model of `layers.clip_inputs`
-            it is `Backprop()`. With a strategy that clips whole microbatches, such as `Batch`, examples may depend on
-            one another, and the loss may be a single number.
+            Give at least two examples, synthetic or public, because the report depends on them.
+        clipping: the strategy to train with; by default `PerExample`, or `Backprop` for a model of
+            `layers.clip_inputs`. With `Batch` examples may depend on one another, and the loss may be a single number.
 
     Returns:
         A report that is true (`report.ok`) if no problem was found. This is a lint, not a proof.
@@ -115,7 +110,6 @@ class _Subject:
 
 
 def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
-    """Run the checks of a first training step."""
     model = subject.model
     if strategy.has_local_update:  # the step works on a copy, which may keep statistics
         model = copied(model)
@@ -139,7 +133,6 @@ def _structure(subject: _Subject, strategy: Strategy, report: Report) -> None:
 
 
 def _coupling(subject: _Subject, report: Report) -> None:
-    """Run the replacement test, with the model's weights and with random ones."""
     model, loss = subject.model, subject.loss
     trial = Trial(
         model,
@@ -155,23 +148,25 @@ def _coupling(subject: _Subject, report: Report) -> None:
 
 @torch.no_grad()
 def _where(subject: _Subject) -> str:
-    """Return a sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
+    """A sentence that names the first layer that mixes examples, or "" if no replacement shows it."""
     batch, size = subject.batch, subject.size
     before = subject.run(batch)
     for place in sorted({0, size // 2, size - 1}):
         replaced = subject.without(batch, place)
         others = torch.arange(size) != place
-        if _moved(before[others], subject.run(replaced)[others], before):
+        if bool(_differs(before, subject.run(replaced))[others].any()):
             as_it_is, changed = partial(subject.run, batch), partial(subject.run, replaced)
             found = first_mixing(subject.model, as_it_is, changed, place, size)
             return f" Examples are first mixed in {found or 'the loss function, outside of all layers'}."
     return ""
 
 
-def _moved(before: Tensor, after: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether a loss changed by more than rounding, relative to the largest loss."""
-    tolerance = 1e-5 * (before if scale is None else scale).abs().max().clamp_min(1e-30)
-    return bool(((after - before).abs() > tolerance).any())
+def _differs(before: Tensor, after: Tensor) -> Tensor:
+    """Where two tensors differ by more than rounding, relative to the largest entry."""
+    if not before.is_floating_point() or not before.numel():
+        return before != after
+    tolerance = 1e-5 * float(before.nan_to_num().abs().max().clamp_min(1e-30))
+    return ~torch.isclose(before, after, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _size(batch: object) -> int:
@@ -249,14 +244,11 @@ def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:
     """Whether rows of other examples moved, in every layout of examples that the shape allows."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
-    moved = before != after
-    if before.is_floating_point():
-        tolerance = 1e-5 * float(before.nan_to_num().abs().max().clamp_min(1e-30)) if before.numel() else 0.0
-        moved = ~torch.isclose(before, after, rtol=0.0, atol=tolerance, equal_nan=True)
-    if not bool(moved.any()):
-        return False
+    moved = _differs(before, after)
     others = torch.tensor([i for i in range(size) if i != place], device=moved.device)
-    return all(bool(view.index_select(axis, others).any()) for view, axis in _layouts(moved, size))
+    return bool(moved.any()) and all(
+        bool(view.index_select(axis, others).any()) for view, axis in _layouts(moved, size)
+    )
 
 
 def _layouts(t: Tensor, size: int) -> Iterator[tuple[Tensor, int]]:

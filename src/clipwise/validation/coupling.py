@@ -344,7 +344,7 @@ def _require_apart(
 
 
 def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
-    """Return all nodes of the losses' graph, the last operation first, and their names."""
+    """All nodes of the losses' graph, the last operation first, and their names."""
     root: Node = losses.grad_fn
     nodes, names, entered = [root], [], {None, root}
     for node in nodes:  # the list grows in the loop
@@ -359,7 +359,7 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
 
 
 def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:
-    """Return the outputs of embeddings of these ids, as edges of the losses' graph."""
+    """The outputs of embeddings of these ids, as edges of the losses' graph."""
     if not ids:
         return []
 

@@ -96,7 +96,6 @@ class ReplacementTest:
         self._seen.add(which)
 
     def _with_memory(self, tested: Callable[[int], None], size: int) -> None:
-        """Test all examples of a batch, or as many as fit into memory."""
         try:
             return tested(size)
         except (RuntimeError, MemoryError) as error:

@@ -4,8 +4,7 @@ A privacy statement is about the current weights. A run therefore records every 
 `make_private` and after each update, and compares (`ModelState`). Version counters and addresses are free, but miss
 writes through `.data`, by fused optimizers and by replayed CUDA graphs. Checksums find these in one pass over memory.
 
-Walking a model costs more than comparing it. So the lists are kept (`Inventory`) as long as the ids, types and names of
-modules, parameters, buffers and attributes show that nothing was added, removed or replaced.
+Walking a model costs more than comparing it, so the lists are kept (`Inventory`) as long as its structure is the same.
 """
 
 from __future__ import annotations
@@ -132,10 +131,7 @@ def _checksum(t: Tensor) -> Tensor:
 
 
 class Changes:
-    """Detects changes of tensors since `remember`.
-
-    Torch does not count writes through `.data` and by fused optimizers. Checksums show them.
-    """
+    """Detects changes of tensors since `remember`, also those that torch does not count (`.data`, fused optimizers)."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)  # keeps their ids from being reused
@@ -163,13 +159,9 @@ class Changes:
         has_moved = (checksums(self._tensors) != self._sums).any()
         return bool(has_moved) if has_moved.device.type == "cpu" else has_moved
 
-    def has_changed(self) -> bool:
-        """Whether torch counted a change or contents changed."""
-        return self.was_counted() or bool(self.has_moved())
-
     def may_have_changed(self) -> bool:
-        """Return `has_changed()`, or on an accelerator `was_counted()`, which does not synchronise."""
-        return self.has_changed() if self._sums.device.type == "cpu" else self.was_counted()
+        """Whether torch counted a change or, on the CPU only so as not to synchronise, contents changed."""
+        return self.was_counted() or (self._sums.device.type == "cpu" and bool(self.has_moved()))
 
     def _versions_now(self) -> list[int]:
         return [t._version for t in self._tensors]
@@ -256,8 +248,8 @@ class ModelState:
     def changed_before_update(self) -> list[str]:
         """Run `changed` before an update overwrites the contents. Does not synchronise.
 
-        Writes that torch does not count show in a sample of each tensor: an update by a fused optimizer or through
-        `.data` moves nearly all entries. On an accelerator the result stays there until the next `changed`.
+        Writes that torch does not count show in a sample of each tensor, since an update moves nearly all entries. On
+        an accelerator the result stays there until the next `changed`.
         """
         if self.was_counted():
             return self.changed()
@@ -313,7 +305,6 @@ class ModelState:
         return _versions(now) != self._versions or _places(now) != self._places
 
     def _persistent(self) -> set[str]:
-        """Return the names in a `state_dict` of the model."""
         return {
             name
             for name, module, tensors, key in self.inventory.state
@@ -342,7 +333,7 @@ def _places(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int]]:
 
 
 def _bits(sample: Tensor) -> Tensor:
-    """Return the bits for comparison: NaN is not equal to itself."""
+    """The bits for comparison: NaN is not equal to itself."""
     return sample.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[sample.itemsize])
 
 

@@ -84,9 +84,10 @@ class MarkedTensor(Tensor):
                 return _track(func, *args, **kwargs)
             if func in _NEW:
                 return func(*args, **kwargs)
-            if func in _READS or kwargs.get("out") is not None or _overwrites_another(func, args):
-                args, kwargs = map_tensors(plain, args), map_tensors(plain, kwargs)
-                return func(*args, **kwargs)
+            # A batch that is copied into a tensor of the user must not keep its graph alive.
+            is_copy = func is Tensor.copy_ and not isinstance(args[0], MarkedTensor) and not args[0].requires_grad
+            if func in _READS or kwargs.get("out") is not None or is_copy:
+                return func(*map_tensors(plain, args), **map_tensors(plain, kwargs))
             return _spread(func, args, kwargs)
 
 
@@ -128,7 +129,7 @@ def _as_marked(value: Tensor, trace: Trace, is_pooled: bool) -> MarkedTensor:
 
 def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function and mark results that involve no parameter."""
-    given = tensors_in((args, kwargs))
+    given = _flat([*args, *kwargs.values()])
     marked = [t for t in given if isinstance(t, MarkedTensor)]
     is_shared = False
     if marked and func in _BY_CLASS | _BROADCAST:
@@ -141,7 +142,7 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         marked[0].origin.shared.append(result.grad_fn)
     is_pooled = any(t.is_pooled for t in marked)
     changed = args[0] if func is Tensor.__setitem__ else result
-    for found in tensors_in(changed):
+    for found in _flat([changed]):
         if found.requires_grad and has_parameters:
             tracked(found)  # as in outputs[rows] = expert(inputs[rows])
             if _is_of_pairs(found, given):
@@ -171,6 +172,17 @@ def _is_broadcast(weight: Tensor, target: Tensor) -> bool:
     return weight.dim() < target.dim() or len(weight) < len(target) or weight.stride(0) == 0
 
 
+def _flat(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results, of which few are containers."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
 def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
     """Whether n rows were compared with n rows: [n, 1] and [n] (or [1, n]) give [n, n]. Weights do not count."""
     if result.dim() != 2 or result.shape[0] != result.shape[1] or len(result) < 2:
@@ -178,11 +190,6 @@ def _is_of_pairs(result: Tensor, given: list[Tensor]) -> bool:
     n = len(result)
     shapes = [t.shape for t in given if isinstance(t, MarkedTensor) or not t.is_leaf]
     return (n, 1) in shapes and ((n,) in shapes or (1, n) in shapes)
-
-
-def _overwrites_another(func: Callable[..., Any], args: Any) -> bool:
-    """Whether a batch is copied into a tensor of the user, which must not keep this batch's graph alive."""
-    return func is Tensor.copy_ and not isinstance(args[0], MarkedTensor) and not args[0].requires_grad
 
 
 def _track(func: Callable[..., Any], value: Tensor, is_wanted: bool = True) -> Tensor | None:

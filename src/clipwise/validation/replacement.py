@@ -309,7 +309,6 @@ class _Mode:
         return not self._is_same(self._trial.observe(self._everyone, seed=1))
 
     def _is_same(self, observed: _Observed) -> bool:
-        """Whether a second run of the same batch gave the same losses."""
         return differing([self._losses], observed.tensors[:1], limits(self._sizes[:1], FLOAT32)) is None
 
     def examine(self, arrangements: Sequence[Arrangement]) -> None:

@@ -1,14 +1,14 @@
 """Checks of the model around a step: the forward pass and the training loop may not change it.
 
-`BufferGuard` detects forward passes that store data in buffers, parameters or attributes of modules. A running mean in
-a buffer, a NumPy array or a list would be published with the model without noise. The model is compared at the draw of
-a batch and at the step on its losses.
+A running mean that a forward pass stores in a buffer, a NumPy array or a list would be published with the model without
+noise. So the model is compared at the draw of a batch and at the step on its losses.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -91,11 +91,10 @@ class BufferGuard:
 
 
 class PlainState:
-    """Compares numbers, NumPy arrays and containers in the attributes of modules.
+    """Compares numbers, NumPy arrays, containers and objects of the same Python module in the attributes of modules.
 
     An int may advance by the same amount in each forward pass, unless that is the number of examples: a count of calls
-    is public. Strings, flags and objects of other libraries are not compared. Objects of classes defined in the same
-    Python module are.
+    is public.
     """
 
     def __init__(self) -> None:
@@ -104,11 +103,10 @@ class PlainState:
         self._sizes: set[int] = set()
 
     def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
-        """Record the attributes at the draw of a batch. `sizes` are the lengths of its tensors."""
         self._before, self._sizes = _snapshot(modules), sizes - {1}
 
     def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-        """Return the name of an attribute that changed since `remember`, other than a count of calls."""
+        """The name of an attribute that changed since `remember`, other than a count of calls; or None."""
         now = _snapshot(modules)
         for name in sorted(now.keys() | self._before.keys()):
             before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
@@ -130,7 +128,7 @@ def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
     return {
         f"{prefix}.{name}" if prefix else name: (
             value if type(value) is int else None,
-            _held(value, type(module).__module__, 0),
+            _held(value, type(module).__module__),
         )
         for prefix, module in modules
         for name, value in vars(module).items()
@@ -138,29 +136,21 @@ def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
     }
 
 
-def _held(value: Any, home: str, depth: int) -> object:
-    """Return the contents of a value in a comparable form; None if they are not compared."""
-    if isinstance(value, (int, float, complex, np.number)) and not isinstance(value, bool):
+def _held(value: Any, home: str, depth: int = 0) -> object:
+    """The contents of a value in a comparable form; None if they are not compared."""
+    if isinstance(value, (int, float, complex, np.number, str, bytes)):
         return repr(value)  # NaN equals itself
     if isinstance(value, np.ndarray):
-        entries = value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY]
-        return value.shape, repr(entries) if value.dtype == object else hash(entries.tobytes())
+        return value.shape, hash(value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY].tobytes())
     if isinstance(value, Tensor):
         return id(value), value._version, value.shape
-    if depth == _DEEPEST:
-        return None
-    if isinstance(value, (str, bytes, bool)):
-        return value
     if isinstance(value, Mapping):
         value = list(value.items())
-    elif isinstance(value, Set):
-        return len(value), frozenset(map(repr, list(value)[:_MOST]))
     elif type(value).__module__ == home and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
         value = list(vars(value).items())
-    elif not isinstance(value, (list, tuple, deque)):
+    if depth == _DEEPEST or not isinstance(value, (list, tuple, deque, Set)):
         return None
-    members = list(value)
-    return len(members), tuple(_held(member, home, depth + 1) for member in members[:_MOST])
+    return len(value), tuple(_held(member, home, depth + 1) for member in islice(value, _MOST))
 
 
 class StepGuard(BufferGuard):
@@ -189,16 +179,11 @@ class StepGuard(BufferGuard):
         super().__init__(inventory)
 
     def before_draw(self) -> None:
-        """Check before the next batch is drawn."""
         self.inventory.up_to_date()
         self._require_same_parameters()
 
     def before_step(self) -> None:
-        """Check before the losses are used.
-
-        The model is unchanged since the draw, no layer keeps statistics, no parameter has hooks, and `.grad` holds only
-        gradients that the run wrote.
-        """
+        """Check before the losses are used."""
         self.inventory.up_to_date()
         if not self._has_local_update:
             for name, module in self.inventory.statistics:
@@ -209,7 +194,6 @@ class StepGuard(BufferGuard):
         self._released.require_own()
 
     def _require_same_parameters(self) -> None:
-        """Raise if the trainable parameters are not those of `make_private`."""
         for name, p in self.inventory.parameters:
             is_known = p is self._parameters.get(name, p) or p is self._used.get(name)
             if p.requires_grad != (name in self._parameters) or not is_known:

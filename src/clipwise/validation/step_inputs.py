@@ -135,7 +135,8 @@ def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tenso
     """
     if not isinstance(losses, Tensor):
         raise StepError(f"losses must be a tensor with one loss per example, not {type(losses).__name__}.")
-    losses = tracked(losses)
+    if type(losses) is not Tensor:
+        losses = tracked(losses)
     if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
         return torch.zeros(0)  # the loss of an empty microbatch is not used
     if losses.dim() == 0 and not is_coupled:

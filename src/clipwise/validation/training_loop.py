@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import ConfigurationError, StepError, warn
-from clipwise.sampling.generators import is_seeded_by_hand
 
 if TYPE_CHECKING:
     from clipwise.engine.context import StepContext
@@ -130,8 +129,7 @@ class LoopWarnings:
         self._model, self._optimizer = model, optimizer
         self._devices = {p.device for p in model.parameters()}
         self._looked_at = (False, 0, "torch")
-        self._rates = self._rates_now()
-        self._rate_changes = 0
+        self._rates: list[float] | None = self._rates_now()  # until their first change
         self._warned_of_mode = False
 
     def merge(self, draws: str, follows_metric: bool) -> bool:
@@ -157,13 +155,9 @@ class LoopWarnings:
                 )
 
     def _look_at_rates(self) -> bool:
-        rates = self._rates_now()
-        if rates == self._rates or self.follows_metric:
+        if self.follows_metric or self._rates is None or self._rates_now() == self._rates:
             return False
-        self._rates, self._rate_changes = rates, self._rate_changes + 1
-        # The search takes milliseconds: it runs at changes 1, 2, 4, 8, ...
-        if self._rate_changes & (self._rate_changes - 1):
-            return False
+        self._rates = None  # the search takes milliseconds: it runs at the first change only
         self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
         if self.follows_metric:
             warn(
@@ -204,8 +198,16 @@ class LoopWarnings:
         return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
 
 
+def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
+    """Whether a global generator of these devices has a seed below 2^32, as users choose.
+
+    Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
+    """
+    by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
+    return any(0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind)
+
+
 def _is_fed_scheduler(holder: object) -> bool:
-    """Whether this is a ReduceLROnPlateau or its `__dict__`."""
     return isinstance(holder, ReduceLROnPlateau) or (isinstance(holder, dict) and "num_bad_epochs" in holder)
 
 

@@ -146,7 +146,6 @@ class ReleasedGradients:
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
-    """Return a copy of some entries of each gradient."""
     flat = [grad.detach().reshape(-1) for grad in grads.values()]
     return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
 
@@ -214,7 +213,7 @@ class VerifiedWeights:
         if not set(changed) <= averages.names_in_model():
             return list(changed)
         if not averages.is_applied:
-            self.state.take()  # they were copied into the model for good
+            self.state.take()  # they were copied into the model permanently
         return []
 
     def accept(self) -> None:
@@ -225,7 +224,6 @@ class VerifiedWeights:
         self.state.accept()
 
     def before_user_step(self, has_closure: bool) -> None:
-        """Called before the user's own call of `optimizer.step()`."""
         warning = FOREIGN if has_closure else self.released.warning()
         is_foreign = warning == FOREIGN
         self.has_foreign_step |= is_foreign
@@ -235,13 +233,12 @@ class VerifiedWeights:
         self._is_own_step = not is_foreign and not self.state.changed_before_update()
 
     def after_user_step(self) -> bool:
-        """Called after it. Returns whether it used released gradients and started from verified weights."""
+        """Whether the user's step used released gradients and started from verified weights."""
         if self._is_own_step:
             self.released.is_unused = False
         return self._is_own_step
 
     def close(self) -> None:
-        """Verify a last time and keep the result."""
         try:
             self.verify(looks_inside=True)
         except StepError as error:

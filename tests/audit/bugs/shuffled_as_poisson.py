@@ -8,8 +8,8 @@ from torch import nn
 
 from clipwise import PerExample
 from clipwise.audit.trial import run_of
-from clipwise.sampling.base import Indices, epoch_order
-from clipwise.sampling.schemes import Poisson
+from clipwise.sampling.base import Indices
+from clipwise.sampling.schemes import Poisson, epoch_order
 from tests.audit.bug import Bug, Subject, losses, rows, small
 
 

@@ -108,7 +108,7 @@ def test_a_layer_without_any_gradient_keeps_a_bound() -> None:
 
 @pytest.mark.parametrize("of", ["example", "microbatch"])
 def test_a_public_loss_whose_gradient_is_0_is_refused(of: str) -> None:
-    """Norms are upper bounds, so that 0 may come out as something tiny: it is no norm to go by."""
+    """Norms are upper bounds, so a norm of 0 may be computed as a tiny number, which says nothing about the layer."""
     nothing = PublicData([(rows(8).float(),)], lambda model, x: 0 * model(x).flatten(1).sum(1))
     with pytest.raises(ConfigurationError, match="every gradient is 0"):
         PerExample(1.0, Adaptive(nothing, of=of)).attach(site(small_model().float()))

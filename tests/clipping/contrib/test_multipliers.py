@@ -26,7 +26,7 @@ layers = st.lists(st.tuples(st.floats(1e-3, 1.0), st.integers(1, 100_000)), min_
 
 
 def noise_energy(m: dict[str, float], e: dict[str, float], d: dict[str, int]) -> float:
-    """(sum m^2 e^2) (sum d / m^2): for a bound that goes with the scaled typical gradient."""
+    """(sum m^2 e^2) (sum d / m^2): for a bound in proportion to the scaled typical gradient."""
     return math.fsum((m[h] * e[h]) ** 2 for h in e) * math.fsum(d[h] / m[h] ** 2 for h in e)
 
 

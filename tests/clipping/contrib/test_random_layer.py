@@ -57,6 +57,7 @@ def test_without_a_secret_nothing_is_drawn() -> None:
         clipper.clipped_sum(losses(on, (rows(3),)))
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.sampled_from(METHODS), st.sampled_from(["clip", "normalize"]), st.floats(0.01, 5), st.integers(0, 50))
 def test_the_sum_is_that_of_the_definition(method: str, mode: str, C: float, seed: int) -> None:

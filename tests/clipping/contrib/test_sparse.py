@@ -17,7 +17,7 @@ from clipwise import Batch, PerExample, Quantile
 from clipwise.clipping import Clipper, Strategy, noised_parts
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.contrib import Adaptive, Multipliers, NormDecay, ReleasedNorms
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import effective_multiplier
 from tests.clipping.policies import small_model
 from tests.gradients.cases import trainable
@@ -185,13 +185,6 @@ def test_what_is_not_finite_is_not_frozen() -> None:
     assert not clipper.frozen
 
 
-def test_the_noise_must_be_known() -> None:
-    model = small_model()
-    clipper = PerExample(0.7, sparse=Sparse(T)).attach(site(model))
-    with pytest.raises(StepError, match="requires the noise"):
-        clipper.learn({n: torch.zeros_like(p) for n, p in trainable(model).items()})
-
-
 def test_frozen_entries_do_not_thaw() -> None:
     model = small_model()
     clipper = attach(PerExample(0.7, sparse=Sparse(T)), model)
@@ -352,7 +345,7 @@ def test_a_resumed_run_has_the_same_frozen_entries(strategy: Strategy, made: int
 
 
 def test_a_checkpoint_before_the_update_of_ones_own_keeps_frozen_entries(tmp_path: Path) -> None:
-    """Momentum has moved them, and nobody has put them back yet: the checkpoint says where they belong."""
+    """Momentum has moved them and they are not restored yet: the checkpoint has their values."""
     model, straight, other = network(), network(), network()
     strategy = STRATEGIES[0]
 

@@ -56,7 +56,7 @@ def test_of_microbatches_a_single_number_will_do(count: int) -> None:
 
 @pytest.mark.parametrize("of", ["example", "microbatch"])
 def test_what_public_data_does_not_reach_has_norm_0(of: str) -> None:
-    """Another task's head, say. Policies put a floor under it."""
+    """For example the head of another task. Policies raise its norm to a minimum."""
     on = nn.ModuleDict({"used": nn.Linear(3, 2), "idle": nn.Linear(3, 2)})
     data = PublicData(TensorDataset(torch.randn(8, 3)), lambda model, x: model["used"](x).sum(1), batch_size=4)
     found = measured(on, data, of)

@@ -92,7 +92,7 @@ def test_the_best_is_chosen_on_the_validation_part() -> None:
 
 def test_a_difference_needs_two_standard_errors() -> None:
     assert [Measured(p, 1.0).verdict for p in (2.1, 1.9, -1.9, -2.1)] == [1, 0, 0, -1]
-    assert Measured(50.0, None).verdict == 0  # with one run nothing is known of the error
+    assert Measured(50.0, None).verdict == 0  # one run gives no standard error
 
 
 def test_signals_are_compared_layer_by_layer() -> None:

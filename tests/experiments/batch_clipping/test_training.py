@@ -85,7 +85,7 @@ def test_time_that_runs_out_within_a_run_leaves_no_result(digits):
 
 
 class EndsAfter(Deadline):
-    """Time enough for so many looks at the clock."""
+    """A time limit that is enough for so many readings of the clock."""
 
     def __init__(self, looks):
         super().__init__(None)

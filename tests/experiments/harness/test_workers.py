@@ -52,7 +52,7 @@ def test_a_process_that_is_lost_ends_the_command_and_keeps_the_rest(tmp_path, fa
 
 
 def waiting():
-    """A worker that has long to go."""
+    """A worker that takes long."""
     workers._prepare()
     print(multiprocessing.current_process().pid, flush=True)
     time.sleep(100)

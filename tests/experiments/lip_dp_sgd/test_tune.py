@@ -43,8 +43,8 @@ def test_an_ordinary_search_writes_its_front(tmp_path, capsys):
         ("digits --method lip --norm group", "use norm='bounded'"),
         ("digits --accounted --method fix-lip --norm group", "use norm='bounded'"),
         ("digits --accounted --method sgd", "method='sgd' is not known"),
-        ("digits --epochs 2", "--epochs goes with --accounted"),
-        ("digits --accounted --trials 5", "--trials does not go with --accounted"),
+        ("digits --epochs 2", "--epochs requires --accounted"),
+        ("digits --accounted --trials 5", "--trials is not possible with --accounted"),
         ("digits --device tpu", "device='tpu' is not known"),
     ],
 )

@@ -83,7 +83,7 @@ def test_only_batch_norm_mixes_images(name, norm):
 @pytest.mark.parametrize("trains_words", [True, False])
 @pytest.mark.parametrize("norm", ["none", "group", "layer", "batch"])
 def test_only_batch_norm_mixes_texts(norm, trains_words):
-    """Behind frozen word vectors no gradient shows a coupling: `check` replaces a text and looks."""
+    """Behind frozen word vectors no gradient shows a coupling: `check` replaces a text and compares."""
     torch.manual_seed(0)
     ids = torch.randint(1, 50, (4, 9))
     ids[0, 5:] = 0

@@ -152,6 +152,7 @@ def test_pieces_change_nothing(piece: int, keep: int) -> None:
         assert torch.equal(form.instantiate(slice(1, 4)), gradients[1:4] * ~muted[1:4, None, None])
 
 
+@pytest.mark.slow
 def test_nothing_of_a_batch_waits_for_the_garbage_collector() -> None:
     """Otherwise the factors of an example's gradient would stay in memory until then."""
     torch.manual_seed(0)

@@ -250,7 +250,7 @@ def test_no_ascent_exceeds_a_bound(name: str, bound: str) -> None:
     for parameter, ratio in ratios(name, layer, x, g, bound).items():
         worst_x, worst_g, largest = ascend(ratio, x, g)
         assert largest <= 1 + 1e-9
-        # The search must come close to the bound, which shows that no smaller constant would be valid.
+        # The search must nearly reach the bound, which shows that no smaller constant would be valid.
         assert largest > (0.9 if bound == "gradient" else 0.6), largest
         assert_clipped_as_said(name, layer, worst_x, worst_g, bound, parameter)
 

@@ -1,4 +1,4 @@
-"""Words are those of ChaCha20 as published, and no stream meets another."""
+"""Words are those of ChaCha20 as published, and no two streams share a word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The long way round: whole numbers that no rounding and no bit to come can change."""
+"""The exact path: whole numbers that neither rounding nor further bits can change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grid: sums and noise lie on it, and what rounding adds to a sensitivity is stated and noised."""
+"""The grid: sums and noise are on it, and the sensitivity includes the rounding."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_multiplier_stays_and_the_sensitivity_has_the_rounding(
         added = part.grid * math.sqrt(size)
         assert part.sensitivity >= before.sensitivity + added
         assert part.sensitivity == pytest.approx(before.sensitivity + added, rel=1e-12)
-        assert part.noise_std / part.grid < 2.0**44  # as the draw wants it
+        assert part.noise_std / part.grid < 2.0**44  # as the draw requires
 
 
 def test_a_part_without_noise_has_no_grid_and_a_number_has_one_coordinate() -> None:

@@ -214,14 +214,14 @@ def drawn_keys(private: Private, monkeypatch: pytest.MonkeyPatch) -> list[bytes]
 
     from clipwise.noise import mechanism
 
-    for name in ("gaussian", "rounded_gaussian"):
+    for name in ("add_gaussian", "gaussian", "rounded_gaussian"):
         monkeypatch.setattr(mechanism, name, watched(getattr(mechanism, name)))
     return seen
 
 
 @pytest.mark.parametrize("noise", ["standard", "secure"])
 def test_no_key_serves_two_draws(noise: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over parts, buckets and steps, and after going back to a checkpoint."""
+    """Over parts, buckets and steps, and after loading an earlier checkpoint."""
     for module in ("gaussian", "mechanism"):
         monkeypatch.setattr(f"clipwise.noise.{module}.BUCKET", 10)
     model, private = private_run(noise=noise, clipping=PerExample(1.0, parts="layer"))

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.config import Choices
 from clipwise.recipes.images.formats import is_images, open_images
+from clipwise.recipes.sources import open_source
 from tests.recipes.images.files import idx, random_pixels, write_cifar10, write_mnist, write_png
 
 ALL = np.arange(100)
@@ -140,3 +142,11 @@ def test_texts_are_not_taken_for_images(tmp_path):
     assert not is_images(tmp_path)
     write_mnist(tmp_path / "m", 2)
     assert is_images(tmp_path / "m") and is_images(tmp_path / "m" / "train-images-idx3-ubyte.gz")
+
+
+def test_a_text_file_beside_images_does_not_make_them_texts(tmp_path):
+    write_png(tmp_path / "a" / "1.png", random_pixels(4, 4, 3))
+    write_png(tmp_path / "b" / "2.png", random_pixels(4, 4, 3))
+    (tmp_path / "a" / "readme.txt").write_text("text")
+    source = open_source(Choices(path=str(tmp_path), epsilon=1.0))
+    assert source.kind == "images" and len(source) == 2

@@ -92,10 +92,10 @@ def test_mistakes_are_named(data: dict[str, object], words: str) -> None:
 
 
 def test_files_that_are_no_schema_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be read as a schema"):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
         read_schema(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("[columns\n")
-    with pytest.raises(ConfigurationError, match="not valid TOML"):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         read_schema(tmp_path / "bad.toml")
 
 

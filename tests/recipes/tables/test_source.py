@@ -53,7 +53,7 @@ class Fixed(NoisedCounts):
 
 
 class Kept(NoisedCounts):
-    """Keeps what is asked for and released."""
+    """Records the requested and the released counts."""
 
     asked: tuple[Mapping[str, tuple[np.ndarray, int]], Mapping[str, Sequence[str | None]]]
     released: Released
@@ -97,7 +97,7 @@ def test_neighbours_change_each_histogram_in_one_bin_by_one(
     left_out = data.draw(st.integers(0, len(rows) - 1))
     asked = []
     for chosen in (every(source), np.delete(every(source), left_out)):
-        kept = Kept(100.0, lambda event: None, delta=1e-6)
+        kept = Kept(0.1, lambda event: None, delta=1e-6)
         with suppress(ConfigurationError):  # the noise may hide all labels
             source.prepare(chosen, kept)
         asked.append(kept.asked)
@@ -187,11 +187,28 @@ def test_hard_columns(tmp_path: Path) -> None:
 def test_two_rows_give_a_clear_message_or_a_model(tmp_path: Path) -> None:
     path = table(tmp_path, people(2))
     source = TableSource(path, "y")
-    with pytest.raises(ConfigurationError, match=r"cannot be released.*--labels"):
+    with pytest.raises(ConfigurationError, match=r"too few.*--labels"):
         source.prepare(every(source), counts(10.0))
     source = TableSource(path, "y", labels=["no", "yes"])
     encoder = source.prepare(every(source), counts(10.0))
     assert "noise hides" in encoder.preprocessing[0] and encoder.inputs(source)[0].shape == (2, encoder.width)
+
+
+def test_without_privacy_the_preparation_names_no_noise(tmp_path: Path) -> None:
+    source = TableSource(table(tmp_path, people(50)), "y")
+    encoder = source.prepare(every(source), counts(0.0))
+    assert [("exact counts" in line, "nois" in line) for line in encoder.preprocessing] == [(True, False)] * 2
+
+
+def test_further_tables_are_read_in_the_encoding_of_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes("größe,y\n".encode("latin-1") + b"1,no\n2,yes\n")
+    schema = Schema({"größe": Number((0.0, 3.0))}, Target("y", labels=("no", "yes")))
+    source = TableSource(path, schema=schema, encoding="latin-1")
+    encoder = TableEncoder.from_dict(source.prepare(every(source), None).to_dict())
+    assert len(encoder.open(path)) == 2
+    with pytest.raises(ConfigurationError, match="not text in utf-8"):
+        encoder.open(path, "utf-8")
 
 
 def test_the_encoder_is_plain_data_and_opens_further_tables(tmp_path: Path) -> None:

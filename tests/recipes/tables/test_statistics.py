@@ -20,6 +20,7 @@ def noised(values: list[str], std: float, seed: int = 0, bins: Bins = FINE) -> n
     return np.rint(count_K + std * np.random.default_rng(seed).standard_normal(bins.count)).astype(np.int64)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(cells, min_size=1, max_size=5), st.sampled_from([FINE, Bins(2, 32)]))
 def test_every_cell_has_one_bin_that_depends_on_it_alone(values: list[str], bins: Bins) -> None:
@@ -53,6 +54,7 @@ def test_a_value_of_many_rows_and_a_constant() -> None:
     assert isinstance(constant, Number) and constant.points[0] <= 7 <= constant.points[-1] <= 8
 
 
+@pytest.mark.slow
 def test_dates_text_ids_and_hidden_columns() -> None:
     days = [str(to_date(18_000 + i % 900)) for i in range(5000)]
     kind, _ = kind_of(noised(days, 20.0), 20.0, FINE)

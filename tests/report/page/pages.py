@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 from clipwise.report.page.html import VOID
 
-# Attributes that make a browser load something or go somewhere.
+# Attributes that make a browser load or open an address.
 LINKS = {"src", "href", "action", "poster", "data", "srcset", "xlink:href", "background", "formaction"}
 
 

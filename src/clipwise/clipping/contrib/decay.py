@@ -29,7 +29,7 @@ Every = str | int | None  # "epoch", a number of steps, or never
 def require_every(every: object, who: str, never: bool = True) -> None:
     """Raise if `every` is neither "epoch" nor a number of steps, nor (if `never`) None."""
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
-    if not (is_count or (isinstance(every, str) and every == "epoch") or (every is None and never)):
+    if not (is_count or every in (("epoch", None) if never else ("epoch",))):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
         raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
 

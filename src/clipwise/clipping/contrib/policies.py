@@ -27,11 +27,7 @@ Source = PublicData | ReleasedNorms
 class NormPolicy(Policy):
     """A rule that computes constants from e_h, the typical norm of each layer h.
 
-    Attributes:
-        public: the source of e_h.
-        of, microbatch_size: norms of examples or of microbatches.
-        every: the period of the measurements.
-        grouped_by: the argument with the groups h.
+    `grouped_by` is the argument with the groups h; the other fields are those of `Adaptive`.
     """
 
     public: Source
@@ -103,10 +99,10 @@ class Following(Constants):
     def __init__(
         self, typical: Typical, choose: Callable[[Mapping[str, float]], Constants], period: int | None
     ) -> None:
+        super().__init__({}, {})
         self._typical, self._choose, self._period = typical, choose, period
         self._releases = 0
-        choice = choose(typical.norms)
-        super().__init__(choice.groups, choice.norms, choice.scales)
+        self._take_over()
         self.lasts = math.inf if period is None else period
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
@@ -148,21 +144,17 @@ class Multipliers(NormPolicy):
     constant, if C is proportional to the norm of the scaled typical gradient. By Cauchy-Schwarz this is at least
     (sum_h e_h sqrt(d_h))^2, which "optimal" attains. There is no factor sqrt(number of layers): there is one part.
 
-    `max_norm` is the clipping norm of the *scaled* gradient. Its typical norm |m e| = sqrt(sum_h m_h^2 e_h^2) differs
-    from |e|. `relative` and `keep_length` avoid tuning `max_norm` from scratch. Multiplying all m_h and C by one number
-    changes nothing, so both only choose C.
+    `max_norm` is the clipping norm of the *scaled* gradient, with typical norm |m e| = sqrt(sum_h m_h^2 e_h^2).
+    `relative` and `keep_length` avoid tuning it from scratch.
 
     Args:
-        public: `PublicData` on which e_h is measured, or `ReleasedNorms()`.
+        public, of, every, microbatch_size: as in `Adaptive`.
         kind: "optimal" or "paper".
-        of, every, microbatch_size: as in `Adaptive`.
         groups: the groups with separate m_h: "layer", "tensor", or lists of names.
         relative: `max_norm` is relative to the typical norm: C = max_norm |m e|. Not with `ReleasedNorms()`.
         keep_length: multiply all m_h by one number, such that |m e| = |e|. `max_norm` then has the same meaning as in
-            flat clipping: a typical gradient is clipped if |e| > max_norm. With max_norm = sqrt(sum_h C_h^2), gradients
-            that `Adaptive` with bounds C_h does not clip are not clipped here either, at equal noise: "paper"
-            corresponds to an equal split, "optimal" to an optimal one. "optimal" with `ReleasedNorms()` always does
-            this.
+            flat clipping: a typical gradient is clipped if |e| > max_norm. "optimal" with `ReleasedNorms()` always
+            does this.
 
     Guarantee:
         - That of flat clipping: the *scaled* sum has sensitivity C or 2 C. Division by m_h is post-processing.
@@ -196,13 +188,8 @@ class Multipliers(NormPolicy):
         return Constants({"all": list(site.parameters)}, {"all": C}, {n: by_name[n] for n in site.parameters})
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "rule": "multipliers",
-            "kind": self.kind,
-            **self.described(),
-            "relative": self.relative,
-            "keep_length": self._keeps_length(),
-        }
+        lengths = {"relative": self.relative, "keep_length": self._keeps_length()}
+        return {"rule": "multipliers", "kind": self.kind, **self.described(), **lengths}
 
     def _keeps_length(self) -> bool:
         """If norms are known up to a factor, so is (sqrt(d_h) / e_h)^(1/2)."""
@@ -290,17 +277,13 @@ class ByNorm(NormPolicy):
         C_k = C E_k / sqrt(sum_j E_j^2),   C = max_norm, the total: sum_k C_k^2 = C^2
 
     Args:
-        public: `PublicData` on which e_h is measured, or `ReleasedNorms()`, which needs `every`.
+        public, of, every, microbatch_size: as in `Adaptive`, but by default layers are grouped once, at the start.
         groups: the number of groups; at most the number of layers is used.
         among: what is grouped: "layer", "tensor", or lists of names.
-        of, microbatch_size: as in `Adaptive`.
-        every: "epoch" or a number of steps after which norms are measured and layers grouped again; by default
-            once, at the start.
 
     Guarantee:
         - That of the strategy, with sensitivity C_k or 2 C_k of group k.
-        - Groups and bounds of a step are computed before it, from public data and released weights, or from releases
-          only.
+        - Groups and bounds of a step are computed before it, from public data and released weights, or from releases.
         - Assumption: data marked as public is public.
     """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from clipwise.clipping.base import Bound, Parameters, Site, damaged
 from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.thresholds import Constants, ScaledConstants
-from clipwise.errors import ConfigurationError, StepError
+from clipwise.errors import ConfigurationError
 from clipwise.gradients import PerExampleGradients, Written
 from clipwise.gradients.examples import Contribution, Path
 from clipwise.gradients.forms import at_least_float32
@@ -43,9 +43,8 @@ class Sparse:
     so that the noise on an entry shrinks with the clipped vector.
 
     A slowly moving entry with mean gradient below a s / sqrt(T) looks converged: use long windows, and start late.
-    `private.step` keeps frozen entries constant, whatever momentum or weight decay the optimizer uses. After
-    `private.backward` and a user's own update they are restored when the next batch is drawn. A checkpoint holds the
-    frozen entries and the current window: up to 16 bytes per entry of the model.
+    Frozen entries stay constant, whatever momentum or weight decay the optimizer uses. A checkpoint holds them and the
+    current window: up to 16 bytes per entry of the model.
 
     Args:
         every: T, the length of a window: "epoch", or a number of steps, at least 10.
@@ -85,7 +84,7 @@ def active_only(
 
     def masked(name: str, c: Contribution) -> Contribution:
         def make(examples: slice) -> Tensor:
-            return c.path.pull_each(c.form.instantiate(examples))[name].masked_fill(frozen[name], 0)
+            return c.path.pull_each(c.form.instantiate(examples), name).masked_fill(frozen[name], 0)
 
         p = parameters[name]
         return Contribution(Written(c.form.batch, p.shape, c.form.dtype, make), Path.identity(name, p))
@@ -206,8 +205,6 @@ class _Window:
 
     def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """Add a release, at the weights before its update. Ignored without noise."""
-        if any(name not in noise for name in self._parameters):
-            raise StepError("Sparse(...) requires the noise of each release, which the strategy does not provide.")
         if any(noise[name] == 0 for name in self._parameters):
             return
         self.length += 1

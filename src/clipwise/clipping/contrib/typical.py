@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clipwise.clipping.base import Parameters, Site, damaged
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.vector_clipping import tensor_lengths
-from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError
+from clipwise.errors import ConfigurationError, UnreachedParametersError
 from clipwise.gradients import Memory, per_example_gradients
 from clipwise.gradients.real_views import dimension, real_view
 from clipwise.layers.batch_statistics import BatchStatisticsNorm
@@ -31,14 +31,7 @@ _NOTHING = 1e-15  # norms are upper bounds: for a gradient of 0 they may be 1e-1
 
 @dataclass(frozen=True)
 class Question:
-    """The norms to measure.
-
-    Args:
-        site: the model and its parameters.
-        groups: h -> its parameters.
-        of: "example": mean norm of an example's gradient; "microbatch": mean norm of a microbatch's mean gradient.
-        microbatch_size: for "microbatch"; by default the batch size of the public data.
-    """
+    """The norms to measure: those of `groups`, h -> its parameters. See `mean_norms`."""
 
     site: Site
     groups: dict[str, list[str]]
@@ -68,7 +61,11 @@ class Typical(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`. Raises if it is invalid."""
         norms = state.get("typical")
-        if not (isinstance(norms, Mapping) and norms.keys() == self.norms.keys() and _are_norms(norms)):
+        if not (
+            isinstance(norms, Mapping)
+            and norms.keys() == self.norms.keys()
+            and all(isinstance(e, float) and _SMALLEST <= e <= _LARGEST for e in norms.values())
+        ):
             raise damaged("its typical norms are missing or out of range")
         self.norms = dict(norms)
 
@@ -109,10 +106,6 @@ def floored(norms: Mapping[str, float]) -> dict[str, float] | None:
     return {h: max(e, _FLOOR * largest) for h, e in norms.items()}
 
 
-def _are_norms(norms: Mapping[Any, Any]) -> bool:
-    return all(isinstance(e, float) and _SMALLEST <= e <= _LARGEST for e in norms.values())
-
-
 def mean_norms(
     public: PublicData,
     model: nn.Module,
@@ -143,7 +136,9 @@ def mean_norms(
                 squares = _of_the_mean(losses, parameters)
             else:
                 squares = _of_each(losses, parameters, model, memory)
-            norms_HB = torch.stack([_norms(squares, names, device) for names in groups.values()])
+            # The parameters of a group may be on several devices.
+            squares_HB = [torch.stack([squares[n].to(device) for n in names]).sum(0) for names in groups.values()]
+            norms_HB = torch.stack(squares_HB).sqrt()
             finite_B = torch.isfinite(losses.detach()).to(device)
             finite_B = finite_B.all().reshape(1) if of == "microbatch" else finite_B
             counts_B = torch.isfinite(norms_HB).all(0) & finite_B
@@ -177,11 +172,6 @@ def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: M
     reached = {name: p for name, p in parameters.items() if name not in left_out}
     found = per_example_gradients(losses, reached, memory, method).squared_norms() if reached else {}
     return found | {name: torch.zeros(len(losses), dtype=torch.float64) for name in left_out}
-
-
-def _norms(squares: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
-    """The norms of a group from the squares of its parameters, which may be on several devices."""
-    return torch.stack([squares[name].to(device) for name in names]).sum(0).sqrt()
 
 
 def _mixes(module: nn.Module) -> bool:
@@ -218,10 +208,8 @@ class ReleasedNorms:
     has mean |g_h|^2. Its running mean over about 1 / (1 - memory) steps is the estimate of e_h^2. Below the standard
     error of the running mean, e_h^2 is that standard error. Before the first release e_h = sqrt(d_h).
 
-    This is the norm of the clipped *mean* gradient, not of an example's gradient, so only ratios between groups are
-    used, and rules that need e_h itself raise an error. `Multipliers` preserves these ratios, since all groups are
-    clipped by one factor. With `Adaptive` the estimate of a clipped group is limited by its clipping norm, so a small
-    clipping norm grows slowly.
+    This is the norm of the clipped *mean* gradient, so only ratios between groups are used, and rules that need e_h
+    itself raise an error. With `Adaptive` the estimate of a clipped group is limited by its clipping norm.
 
     Args:
         memory: the factor of the running mean in each step, at least 0 and below 1.
@@ -256,10 +244,6 @@ class Estimated(Typical):
         """With s the noise on each of d coordinates, |noise|^2 has mean d s^2 and variance 2 d s^4."""
         device = next(iter(means.values())).device
         names = [n for sizes in self._sizes.values() for n in sizes]
-        if any(n not in noise for n in names):
-            raise StepError(
-                "ReleasedNorms(...) requires the noise of each release, which the strategy does not provide."
-            )
         energies = torch.stack([real_view(means[n]).double().square().sum().to(device) for n in names]).tolist()
         energy = dict(zip(names, energies, strict=True))
         if not all(map(math.isfinite, energies)):

@@ -3,6 +3,7 @@
     Outer    sum_t left_t right_t^T, written out only if that is cheaper (linear layers)
     Rows     a few rows of a table (embeddings)
     Tied     the sum of an Outer and Rows of one table (an embedding tied to the output head)
+    Head     an output layer with cross entropy, from tiles of the vocabulary; may include a tied embedding
     Windows  a convolution with few positions and many channels, as a sum over windows of its input
     Written  one tensor per example (biases, norms, convolutions, all others)
 
@@ -22,6 +23,7 @@ from clipwise.gradients.forms.base import (
     squared_norms,
     written_products,
 )
+from clipwise.gradients.forms.head import Head
 from clipwise.gradients.forms.outer import Outer, gram_pays_on_cuda
 from clipwise.gradients.forms.rows import Rows, Tied
 from clipwise.gradients.forms.windows import Windows, windows_pay
@@ -29,6 +31,7 @@ from clipwise.gradients.forms.windows import Windows, windows_pay
 __all__ = [
     "Budget",
     "Form",
+    "Head",
     "Outer",
     "Permuted",
     "Rows",

@@ -29,7 +29,9 @@ from clipwise.gradients.forms.base import (
     zeroed,
 )
 from clipwise.gradients.precision import IEEE, TF32, Arithmetic
-from clipwise.kernels.gram import Last, gram_norms
+from clipwise.kernels.gram import Last, Precision, gram_norms
+from clipwise.kernels.operators import operator
+from clipwise.kernels.tracing import is_tracing
 
 _PIECE_BYTES = 8 * 2**20
 _LONG_ROW = 4096
@@ -155,7 +157,7 @@ class Outer(Product):
     def _gram_pays(self, arithmetic: Arithmetic) -> bool:
         _, T, m = self.left.shape
         n = self.right.shape[-1]
-        if kernels.usable(self.left) and self.dtype == torch.float32:
+        if kernels.supported(self.left) and self.dtype == torch.float32:
             return gram_pays_on_cuda(T, m, n, arithmetic)
         return gram_is_cheaper(T, m, n)
 
@@ -163,23 +165,12 @@ class Outer(Product):
         return self.left[example].double().T @ self.right[example].double()
 
     def gram_squares(self, budget: Budget) -> tuple[Tensor, Tensor]:
-        """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s> and the mass; both are upper bounds.
-
-        In float64, with inner products of length m and n and T^2 terms, the rounding error is at most
-        (m + n + T^2 + 4) u64 M^2, and is added.
-        """
+        """|sum_t l_t r_t^T|^2 and the mass; both are upper bounds."""
+        if is_tracing():
+            return gram_squares(*self._padded(), budget.arithmetic.name)
         if kernels.usable(self.left) and self.dtype == torch.float32:
             return gram_norms(*self._padded(), budget.arithmetic.name, budget.last_products)
-        B, T, m = self.left.shape
-        n = self.right.shape[-1]
-        mass_B = masses(self.left, self.right).sum(1)
-        gram_B = torch.empty_like(mass_B)
-        together = _PIECE_BYTES if self.left.device.type == "cpu" else None
-        for c in chunks(B, 8 * T * (min(m + n, _FEATURES) + 2 * T), together):
-            left, right = inner_products(self.left[c]), inner_products(self.right[c])
-            terms = [(1 + (i > j)) * torch.linalg.vecdot(left[i, j], right[i, j]) for i, j in left]
-            gram_B[c] = torch.stack(terms).sum(0)
-        return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square(), mass_B
+        return _gram_squares_on_cpu(self.left, self.right)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         if self._written is not None:
@@ -256,6 +247,35 @@ def _aligned(x_BTm: Tensor) -> Tensor:
 def _product(a_mk: Tensor, b_kn: Tensor, dtype: torch.dtype) -> Tensor:
     """a b, summed in `dtype`."""
     return a_mk @ b_kn if a_mk.dtype == dtype else torch.mm(a_mk, b_kn, out_dtype=dtype)
+
+
+@operator(
+    "(Tensor left, Tensor right, str precision) -> (Tensor, Tensor)",
+    lambda left, *_: tuple(left.new_empty(len(left), dtype=torch.float64) for _ in range(2)),
+)
+def gram_squares(left_BTm: Tensor, right_BTn: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    """The bounds of `Outer.gram_squares`, as an operator."""
+    if kernels.usable(left_BTm) and torch.float64 not in (left_BTm.dtype, right_BTn.dtype):
+        return gram_norms(left_BTm, right_BTn, precision)
+    return _gram_squares_on_cpu(left_BTm, right_BTn)
+
+
+def _gram_squares_on_cpu(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Tensor]:
+    """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s> and the mass; both are upper bounds.
+
+    In float64, with inner products of length m and n and T^2 terms, the rounding error is at most
+    (m + n + T^2 + 4) u64 M^2, and is added.
+    """
+    B, T, m = left_BTm.shape
+    n = right_BTn.shape[-1]
+    mass_B = masses(left_BTm, right_BTn).sum(1)
+    gram_B = torch.empty_like(mass_B)
+    together = _PIECE_BYTES if left_BTm.device.type == "cpu" else None
+    for c in chunks(B, 8 * T * (min(m + n, _FEATURES) + 2 * T), together):
+        left, right = inner_products(left_BTm[c]), inner_products(right_BTn[c])
+        terms = [(1 + (i > j)) * torch.linalg.vecdot(left[i, j], right[i, j]) for i, j in left]
+        gram_B[c] = torch.stack(terms).sum(0)
+    return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square(), mass_B
 
 
 def inner_products(x_bTm: Tensor) -> dict[tuple[int, int], Tensor]:

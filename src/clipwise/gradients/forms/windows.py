@@ -33,8 +33,9 @@ from clipwise import kernels
 from clipwise.gradients.forms.base import Budget, along_first, chunks, roundoff, zeroed
 from clipwise.gradients.forms.outer import Product
 from clipwise.gradients.geometry import Geometry, positions
-from clipwise.gradients.precision import IEEE, Arithmetic
-from clipwise.kernels.gram import gram_norms
+from clipwise.gradients.precision import IEEE
+from clipwise.kernels.gram import Precision, gram_norms
+from clipwise.kernels.operators import operator
 
 GRAM_BYTES = 64 * 2**20  # of inner products at a time
 COPY_BYTES = 256 * 2**20  # of windows at a time, on CUDA
@@ -77,54 +78,20 @@ class Windows(Product):
         self._together = max(1, _TERMS // (g_Bk.shape[1] * g_Bk.shape[3:].numel()))  # summed in one product
 
     def squared_norms(self, budget: Budget) -> Tensor:
-        if kernels.usable(self.x) and self.geometry.groups == 1 and self.dtype == torch.float32:
-            found = [self._by_tensor_cores(c, budget.arithmetic) for c in self._copies()]
-        else:
-            found = [self._squares_and_mass(examples) for examples in self._chunks()]
-        square_B, mass_B = (torch.cat(parts) for parts in zip(*found, strict=True))
+        place = self.geometry
+        square_B, mass_B = window_squares(
+            self.x,
+            self.g,
+            budget.arithmetic.name,
+            self.shape,
+            place.stride,
+            place.padding,
+            place.dilation,
+            place.groups,
+        )
         if budget.arithmetic is not IEEE:
             self._together = max(1, self.batch)  # the sum errs less than its operands
         return self._bound(square_B.sqrt(), mass_B, budget)
-
-    def _by_tensor_cores(self, examples: slice, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-        """The same by inner products of copied windows: faster on a GPU."""
-        windows_bTn = self.geometry.patches(self.x[examples])  # in any order of features
-        return gram_norms(positions(self.g[examples]), windows_bTn, arithmetic.name)
-
-    def _copies(self) -> list[slice]:
-        """Pieces of the batch with windows that fit into COPY_BYTES."""
-        T = self.g.shape[1] * self.g.shape[3:].numel()
-        return chunks(self.batch, self.shape[1:].numel() * T * self.x.element_size(), COPY_BYTES)
-
-    def _squares_and_mass(self, examples: slice) -> tuple[Tensor, Tensor]:
-        """Upper bounds on |gradient|^2 and on the mass M = sum_t |g_t| |win_t|, both in float64.
-
-        Inner products of c and p numbers are added over the offsets o of the kernel, and then T^2 of their products.
-        Since sum_o |x_(t+o)| |x_(s+o)| <= |win_t| |win_s|, the rounding error is at most
-        (c + p + offsets + T^2 + 4) u64 M^2, and is added. M is computed from sums of squares, with an error below that
-        factor, since c times the offsets exceeds their sum.
-        """
-        groups = self.geometry.groups
-        windows_bTT = window_products(_by_group(self.x[examples], groups), self.geometry)
-        g_bpT = _by_group(self.g[examples], groups).flatten(2)
-        outputs_bTT = g_bpT.mT @ g_bpT
-        lengths, T = g_bpT.shape[1] + self.shape[1:].numel() + 1, g_bpT.shape[2]
-        error = (lengths + T**2 + 4) * roundoff(torch.float64)
-        # A square below the smallest number is lost.
-        lost = torch.finfo(torch.float64).tiny * lengths
-        left_bT, right_bT = ((m.diagonal(dim1=1, dim2=2) + lost).sqrt() for m in (outputs_bTT, windows_bTT))
-        mass_b = torch.linalg.vecdot(left_bT, right_bT) * (1 + error)
-        gram_b = torch.linalg.vecdot(windows_bTT.flatten(1), outputs_bTT.flatten(1))
-        square_b = gram_b.clamp_min(0) + error * mass_b.square()
-        # Squared norms of the groups add up. So do their masses, which bounds the mass of the whole.
-        return square_b.view(-1, groups).sum(1), mass_b.view(-1, groups).sum(1)
-
-    def _chunks(self) -> list[slice]:
-        k, channels, *pixels = self.x.shape[1:]
-        inputs, outputs = k * torch.Size(pixels).numel(), k * self.g.shape[3:].numel()
-        matrices = self.geometry.groups * (2 * inputs**2 + 2 * outputs**2)
-        bytes_each = 8 * (matrices + channels * inputs + self.g.shape[2] * outputs)
-        return chunks(self.batch, bytes_each, _CACHED_BYTES if self.x.device.type == "cpu" else GRAM_BYTES)
 
     def _in_float64(self, example: int) -> Tensor:
         return self.geometry.weight_gradient(self.x[example].double(), self.g[example].double())
@@ -142,11 +109,79 @@ class Windows(Product):
         return self.geometry.weight_gradients(self.x[examples], self.g[examples])
 
     def mass(self, example: int) -> float:
-        return float(self._squares_and_mass(slice(example, example + 1))[1])
+        return float(_squares_and_mass(self.x[example, None], self.g[example, None], self.geometry)[1])
 
     def mute(self, muted_B: Tensor) -> None:
         self.x, self.g = (zeroed(t, muted_B) for t in (self.x, self.g))
         super().mute(muted_B)
+
+
+@operator(
+    "(Tensor x, Tensor g, str precision, int[] weight, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> (Tensor, Tensor)",
+    lambda x, *_: tuple(x.new_empty(len(x), dtype=torch.float64) for _ in range(2)),
+)
+def window_squares(
+    x_Bk: Tensor,
+    g_Bk: Tensor,
+    precision: Precision,
+    weight: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Upper bounds on |gradient|^2 and on the mass M = sum_t |g_t| |win_t|, [B] in float64."""
+    geometry = Geometry(torch.Size(weight), tuple(stride), tuple(padding), tuple(dilation), groups)
+    if kernels.usable(x_Bk) and groups == 1 and x_Bk.dtype == torch.float32:
+        found = [_by_tensor_cores(x_Bk[c], g_Bk[c], geometry, precision) for c in _copies(x_Bk, g_Bk, geometry)]
+    else:
+        found = [_squares_and_mass(x_Bk[c], g_Bk[c], geometry) for c in _chunks(x_Bk, g_Bk, geometry)]
+    square_B, mass_B = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return square_B, mass_B
+
+
+def _by_tensor_cores(x_bk: Tensor, g_bk: Tensor, geometry: Geometry, precision: Precision) -> tuple[Tensor, Tensor]:
+    """From inner products of copied windows: faster on a GPU."""
+    return gram_norms(positions(g_bk), geometry.patches(x_bk), precision)  # in any order of features
+
+
+def _copies(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> list[slice]:
+    """Pieces of the batch with windows that fit into COPY_BYTES."""
+    T = g_Bk.shape[1] * g_Bk.shape[3:].numel()
+    return chunks(len(x_Bk), geometry.weight[1:].numel() * T * x_Bk.element_size(), COPY_BYTES)
+
+
+def _squares_and_mass(x_bk: Tensor, g_bk: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """From shifted inner products of pixels.
+
+    Inner products of c and p numbers are added over the offsets o of the kernel, and then T^2 of their products.
+    Since sum_o |x_(t+o)| |x_(s+o)| <= |win_t| |win_s|, the rounding error is at most
+    (c + p + offsets + T^2 + 4) u64 M^2, and is added. M is computed from sums of squares, with an error below that
+    factor, since c times the offsets exceeds their sum.
+    """
+    groups = geometry.groups
+    windows_bTT = window_products(_by_group(x_bk, groups), geometry)
+    g_bpT = _by_group(g_bk, groups).flatten(2)
+    outputs_bTT = g_bpT.mT @ g_bpT
+    lengths, T = g_bpT.shape[1] + geometry.weight[1:].numel() + 1, g_bpT.shape[2]
+    error = (lengths + T**2 + 4) * roundoff(torch.float64)
+    # A square below the smallest number is lost.
+    lost = torch.finfo(torch.float64).tiny * lengths
+    left_bT, right_bT = ((m.diagonal(dim1=1, dim2=2) + lost).sqrt() for m in (outputs_bTT, windows_bTT))
+    mass_b = torch.linalg.vecdot(left_bT, right_bT) * (1 + error)
+    gram_b = torch.linalg.vecdot(windows_bTT.flatten(1), outputs_bTT.flatten(1))
+    square_b = gram_b.clamp_min(0) + error * mass_b.square()
+    # Squared norms of the groups add up. So do their masses, which bounds the mass of the whole.
+    return square_b.view(-1, groups).sum(1), mass_b.view(-1, groups).sum(1)
+
+
+def _chunks(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> list[slice]:
+    k, channels, *pixels = x_Bk.shape[1:]
+    inputs, outputs = k * torch.Size(pixels).numel(), k * g_Bk.shape[3:].numel()
+    matrices = geometry.groups * (2 * inputs**2 + 2 * outputs**2)
+    bytes_each = 8 * (matrices + channels * inputs + g_Bk.shape[2] * outputs)
+    return chunks(len(x_Bk), bytes_each, _CACHED_BYTES if x_Bk.device.type == "cpu" else GRAM_BYTES)
 
 
 def window_products(x_bck: Tensor, geometry: Geometry) -> Tensor:

@@ -40,6 +40,7 @@ from clipwise.gradients.rules.products import channel_sum
 from clipwise.gradients.rules.registry import Finish, RuleDoesNotApply, Shapes, register, require_axis
 from clipwise.gradients.walk import Node
 from clipwise.kernels import convolution as kernel
+from clipwise.kernels.tracing import is_tracing
 
 _PIECE_BYTES = 4 * 2**20  # of gradients or windows at once on a CPU, so that they stay in its caches
 _FEW_INPUTS = 64  # per window, on CUDA
@@ -93,7 +94,7 @@ def _fold(t: Tensor, layout: Layout) -> Tensor:
 
 
 def _form(x_Bk: Tensor, g_Bk: Tensor, geometry: Geometry) -> Form:
-    if kernels.usable(x_Bk) and geometry.groups == 1 and not geometry.transposed:
+    if kernels.supported(x_Bk) and geometry.groups == 1 and not geometry.transposed:
         return _form_on_cuda(x_Bk, g_Bk, geometry)
     if windows_pay(x_Bk, g_Bk, geometry):
         return Windows(x_Bk, g_Bk, geometry)
@@ -130,7 +131,12 @@ def _written(x_Bk: Tensor, g_Bk: Tensor, shape: torch.Size, gradients: Gradients
     def make(examples: slice) -> Tensor:
         return gradients(x_Bk[examples], g_Bk[examples])
 
-    return Written(len(x_Bk), shape, x_Bk.dtype, make, piece)
+    return Written(len(x_Bk), shape, x_Bk.dtype, make, None if _is_unrolled(x_Bk) else piece)
+
+
+def _is_unrolled(x: Tensor) -> bool:
+    """Whether a traced graph would hold the operations of each piece; on CUDA there are few."""
+    return x.device.type == "cpu" and is_tracing()
 
 
 def _by_windows(geometry: Geometry, x_bk: Tensor, g_bk: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def embedding_bag(node: Node, shapes: Shapes) -> Finish:
     """Operand 0: the table [V, n]. A bag is a row of the output and belongs to one example."""
     _refuse_frequencies(node)
     if set(shapes) != {0}:
-        raise RuleDoesNotApply("the weights of the positions are made of parameters")
+        raise RuleDoesNotApply("the weights of the positions are computed from parameters")
     mode, table = node._saved_mode, shapes[0]
     ids_N, largest_Gn = node._saved_indices, node._saved_result3
     weight_N: Tensor | None = node._saved_per_sample_weights

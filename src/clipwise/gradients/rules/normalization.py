@@ -106,4 +106,4 @@ def _of(sums_Bd: Tensor, shape: torch.Size) -> Written:
 
 def _refuse_normalized_parameters(shapes: Shapes) -> None:
     if 0 in shapes:
-        raise RuleDoesNotApply("the normalized input is made of parameters")
+        raise RuleDoesNotApply("the normalized input is computed from parameters")

@@ -158,7 +158,7 @@ def div(node: Node, shapes: Shapes) -> Finish:
 def prelu(node: Node, shapes: Shapes) -> Finish:
     """out = x where x > 0, else slope * x. Operand 1: the slope."""
     if 0 in shapes:
-        raise RuleDoesNotApply("the input is made of parameters")
+        raise RuleDoesNotApply("the input is computed from parameters")
     return _linear(shapes, {1: node._saved_self.clamp(max=0)})
 
 

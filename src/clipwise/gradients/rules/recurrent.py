@@ -200,7 +200,7 @@ _KINDS: dict[int, Backward] = {  # cuDNN's mode numbers
 def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
     """Outputs: h [T, N, H], the last h and c [N, H]. Operands: 1 W_ih, 2 W_hh, 3 b_ih, 4 b_hh."""
     if not set(shapes) <= {1, 2, 3, 4} or node._saved_mode != _LSTM:
-        raise RuleDoesNotApply("the input or the initial state is made of parameters")
+        raise RuleDoesNotApply("the input or the initial state is computed from parameters")
     has_biases, backwards = node._saved_has_biases, node._saved_reverse
     x, h, h0, c0, w_ih, w_hh = (
         at_least_float32(t)
@@ -228,7 +228,7 @@ def cudnn(node: Node, shapes: Shapes) -> FinishAll:
     """Outputs: h of the top layer, the last h and c of all layers. Operands: 0 the input, then the weights."""
     weights = [at_least_float32(w) for w in node._saved_weight]
     if not set(shapes) <= set(range(1, len(weights) + 1)):
-        raise RuleDoesNotApply("the input or the initial state is made of parameters")
+        raise RuleDoesNotApply("the input or the initial state is computed from parameters")
     if node._saved_num_layers > 1 and node._saved_train and node._saved_dropout > 0:
         raise RuleDoesNotApply("the dropout masks between the layers are not saved")
     mode, packed = node._saved_mode, list(node._saved_batch_sizes)

@@ -164,7 +164,9 @@ class ClippedAttention(ClippedLayer):
         """As `nn.MultiheadAttention` with `batch_first=True`: inputs are (B, T, d)."""
         layer = self.layer
         inputs = [self.require_examples(t, least=3) for t in (query, key, value)]
-        q, k, v = map(self._heads, self._projected(inputs))
+        q, k, v = (
+            x.view(*x.shape[:2], layer.num_heads, layer.head_dim).transpose(1, 2) for x in self._projected(inputs)
+        )
         if is_causal and attn_mask is None:  # is_causal is only a hint about the mask, as in torch
             raise ConfigurationError(f"Layer {self.name!r} got is_causal without attn_mask: give the mask as well.")
         mask = _joined(attn_mask, key_padding_mask, q, query.shape[0], layer.num_heads)
@@ -177,13 +179,10 @@ class ClippedAttention(ClippedLayer):
             weights = weights.mean(1) if average_attn_weights else weights
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        mixed = mixed.transpose(1, 2).flatten(2)
-        return self._output(mixed), weights
-
-    def _heads(self, x_BTd: Tensor) -> Tensor:
-        B, T, d = x_BTd.shape
-        H = self.layer.num_heads
-        return x_BTd.view(B, T, H, d // H).transpose(1, 2)
+        mixed, out = mixed.transpose(1, 2).flatten(2), layer.out_proj
+        if is_plain():
+            return F.linear(clipped_input(mixed, self.constants.input_norm), out.weight, out.bias), weights
+        return ClippedMap.apply(mixed, out.weight, out.bias, self._out), weights  # type: ignore[no-untyped-call]
 
     def _projected(self, inputs: list[Tensor]) -> Iterable[Tensor]:
         weight, bias = self.layer.in_proj_weight, self.layer.in_proj_bias
@@ -198,13 +197,6 @@ class ClippedAttention(ClippedLayer):
             )
         found: tuple[Tensor, ...] = ClippedProjections.apply(*inputs, weight, bias, self._in)  # type: ignore[no-untyped-call]
         return found
-
-    def _output(self, x: Tensor) -> Tensor:
-        weight, bias = self.layer.out_proj.weight, self.layer.out_proj.bias
-        if is_plain():
-            return F.linear(clipped_input(x, self.constants.input_norm), weight, bias)
-        z: Tensor = ClippedMap.apply(x, weight, bias, self._out)  # type: ignore[no-untyped-call]
-        return z
 
 
 def _joined(mask: Tensor | None, padding: Tensor | None, like: Tensor, batch: int, heads: int) -> Tensor | None:

@@ -70,24 +70,19 @@ def clip_inputs(
     require_module(model)
     one_of("mode", mode, MODES)
     one_of("bound", bound, BOUNDS)
-    if uses is not None and not isinstance(uses, Mapping):
+    uses = {} if uses is None else uses
+    if not isinstance(uses, Mapping):
         raise ConfigurationError(
             f"uses must map layer names to their number of uses, such as {{'decoder': 2}}, not {uses!r}."
         )
     found = trainable_layers(model)
-    uses = {} if uses is None else uses
-    for argument, given in (("input_norm", input_norm), ("grad_norm", grad_norm), ("uses", uses)):
-        if isinstance(given, Mapping):
-            require_layers(argument, given, found, complete=argument != "uses")
+    inputs, gradients = _by_layer("input_norm", input_norm, found), _by_layer("grad_norm", grad_norm, found)
+    counts = _by_layer("uses", {**dict.fromkeys(found, 1), **uses}, found)
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in found.items():
-        of_inputs = input_norm[name] if isinstance(input_norm, Mapping) else input_norm
-        of_gradients = grad_norm[name] if isinstance(grad_norm, Mapping) else grad_norm
-        constants = Constants(
-            clip_constant("input_norm", of_inputs), clip_constant("grad_norm", of_gradients), mode, bound
-        )
-        count = whole(f"uses[{name!r}]", uses.get(name, 1), least=1)
-        clipped = _KINDS[type(layer)](layer, constants, count, name)
+        norms = clip_constant("input_norm", inputs[name]), clip_constant("grad_norm", gradients[name])
+        count = whole(f"uses[{name!r}]", counts[name], least=1)
+        clipped = _KINDS[type(layer)](layer, Constants(*norms, mode, bound), count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):
@@ -163,12 +158,13 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def require_layers(
-    argument: str, given: Mapping[str, Any], found: Mapping[str, nn.Module], complete: bool = True
-) -> None:
-    """Require that a mapping names existing layers, and all of them if `complete`."""
-    layers = ", ".join(map(repr, found))
+def _by_layer(argument: str, given: Any, found: Mapping[str, nn.Module]) -> Mapping[str, Any]:
+    """A value for each layer, from a mapping of all layers or one value for all."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(found, given)
     if unknown := [name for name in given if name not in found]:
+        layers = ", ".join(map(repr, found))
         raise ConfigurationError(f"{argument}: there is no trainable layer {unknown[0]!r}, only {layers}.")
-    if complete and (missing := [name for name in found if name not in given]):
+    if missing := [name for name in found if name not in given]:
         raise ConfigurationError(f"{argument}: give a number for layer {missing[0]!r} too, or one number for all.")
+    return given

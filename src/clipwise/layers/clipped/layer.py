@@ -61,15 +61,11 @@ class Constants:
         return 1.0 if self.mode == "clip" else self.grad_norm / _SHORTEST
 
 
-def along(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
-    """One number per example, in the dtype of a tensor and broadcastable to it."""
-    return _on_axis(values_B.to(like.dtype), like, axis)
-
-
-def _on_axis(values_B: Tensor, like: Tensor, axis: int = 0) -> Tensor:
+def along(values_B: Tensor, like: Tensor, axis: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """One number per example, broadcastable to a tensor, and by default in its dtype."""
     shape = [1] * like.dim()
     shape[axis] = -1
-    return values_B.view(shape)
+    return values_B.to(dtype or like.dtype).view(shape)
 
 
 def squared_lengths(rows_Rn: Tensor) -> Tensor:
@@ -82,9 +78,7 @@ def squared_lengths(rows_Rn: Tensor) -> Tensor:
 
 def lengths(rows: Tensor) -> Tensor:
     """An upper bound on |row| of each example, [B]."""
-    if not len(rows):  # an empty batch cannot be reshaped with -1
-        return torch.zeros(0, dtype=torch.float64, device=rows.device)
-    return squared_lengths(rows.reshape(len(rows), -1)).sqrt()
+    return squared_lengths(rows.reshape(len(rows), math.prod(rows.shape[1:]))).sqrt()
 
 
 def input_scales(norm_B: Tensor, input_norm: float) -> Tensor:
@@ -129,7 +123,7 @@ def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
         return t
     if not factor_B.is_cuda and (not len(factor_B) or float(factor_B.min()) > 0):
         return t
-    return torch.where(_on_axis(factor_B > 0, t, axis), t, 0)
+    return torch.where(along(factor_B > 0, t, axis, torch.bool), t, 0)
 
 
 def scaled(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
@@ -141,7 +135,7 @@ def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     """x min(1, C1 / |x|) per example, in operations that torch can export."""
     norm_B = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
     scale_B = input_scales(norm_B, input_norm)
-    return torch.where(_on_axis(torch.isfinite(norm_B), x), x * along(scale_B, x), 0)
+    return torch.where(along(torch.isfinite(norm_B), x, dtype=torch.bool), x * along(scale_B, x), 0)
 
 
 def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tensor:
@@ -198,7 +192,6 @@ class ClippedLayer(nn.Module, ABC):
 
     @property
     def constants(self) -> Constants:
-        """The clipping constants."""
         return self._constants
 
     @constants.setter
@@ -220,14 +213,12 @@ class ClippedLayer(nn.Module, ABC):
         except (AttributeError, ValueError, TypeError, IndexError):
             raise ConfigurationError(
                 f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
-                "Load it with strict=False and without its '_extra_state', and give clip_inputs the constants of that "
-                "model."
+                "Load it with strict=False and without its '_extra_state', and give clip_inputs its constants."
             ) from None
-        has = self.constants
-        if (mode, bound) != (has.mode, has.bound):
+        if (mode, bound) != (self.constants.mode, self.constants.bound):
             raise ConfigurationError(
-                f"Layer {self.name!r} was saved with mode={mode!r} and bound={bound!r} and has mode={has.mode!r} and "
-                f"bound={has.bound!r} here: call clip_inputs(..., mode={mode!r}, bound={bound!r}) before you load it."
+                f"Layer {self.name!r} was saved with other settings than it has here: call clip_inputs(..., "
+                f"mode={mode!r}, bound={bound!r}) before you load it."
             )
         input_norm, grad_norm = clip_constant("input_norm", input_norm), clip_constant("grad_norm", grad_norm)
         self.constants = Constants(input_norm, grad_norm, mode, bound)
@@ -241,10 +232,8 @@ class ClippedLayer(nn.Module, ABC):
         """The largest L2 norm of one example's gradient of each parameter of `layer`, for one use."""
 
     def extra_repr(self) -> str:
-        c = self.constants
-        return f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}" + (
-            f", uses={self.uses}" if self.uses > 1 else ""
-        )
+        c, uses = self.constants, f", uses={self.uses}" if self.uses > 1 else ""
+        return f"input_norm={c.input_norm:g}, grad_norm={c.grad_norm:g}, mode={c.mode!r}, bound={c.bound!r}{uses}"
 
     def refuse_if(self, **settings: tuple[object, str]) -> None:
         """Refuse a wrapped layer with one of these settings: each is given with its value and the remedy."""

@@ -9,8 +9,7 @@ together do. Then
     sum_p |x_p|^2 <= cover |x|^2      so  |dW| <= sqrt(cover) |x| |g|              (L2)
     |dW| <= |(sum_p |x_p| |g_cp|)_c|  which is never above either of them          (windows)
 
-The last bound holds per filter. It implies L2 by Minkowski's and Cauchy's inequalities, and L12 by
-|x_p| <= sqrt(m) |x|. It needs the norms of the windows: one number per position, from sums of squares over channels.
+The last bound implies L2 by Minkowski's and Cauchy's inequalities, and L12 by |x_p| <= sqrt(m) |x|.
 """
 
 from __future__ import annotations

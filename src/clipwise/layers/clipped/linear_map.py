@@ -257,9 +257,7 @@ def _upstream_factors(
 
 def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
     """The gradient for the previous layer: with the weights' clip in mode "clip", without it in mode "normalize"."""
-    if mode == "clip":
-        return dx
-    return dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
+    return dx if mode == "clip" else dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
 
 
 def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:

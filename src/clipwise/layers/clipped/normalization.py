@@ -169,9 +169,6 @@ class ClippedGroupNorm(_ClippedNorm):
         return 2
 
 
-_NONE = -1
-
-
 class ClippedLookup(torch.autograd.Function):
     """Rows of a table; see above."""
 
@@ -231,6 +228,6 @@ class ClippedEmbedding(OneInputLayer):
 
     def _clipped(self, x: Tensor) -> Tensor:
         """Map ids (B, ...) to (B, ..., d)."""
-        padding = _NONE if self.layer.padding_idx is None else self.layer.padding_idx
+        padding = -1 if self.layer.padding_idx is None else self.layer.padding_idx  # -1: none
         z: Tensor = ClippedLookup.apply(x, self.layer.weight, padding, self._role)  # type: ignore[no-untyped-call]
         return z

@@ -89,7 +89,9 @@ class ClippedRecurrence(torch.autograd.Function):
         x, h, h0, c0, g_TBH, g_last, g_cell = (t.to(w_ih.dtype) for t in (*kept, g_TBH, g_last, g_cell))
         x_in = scaled(x, scale_B, _TIMES_FIRST)
         layer = Layer(x_in, h, h0, c0 if ctx.kind == "LSTM" else None, w_ih, w_hh, b_ih, b_hh)
-        g_TBH, g_last, g_cell = _finite(g_TBH, g_last, g_cell)
+        sizes = [lengths(g_TBH.transpose(0, 1)), lengths(g_last), lengths(g_cell)]
+        counts_B = torch.isfinite(torch.stack(sizes)).all(0)
+        g_TBH, g_last, g_cell = (cleaned(g, counts_B, g.dim() - 2) for g in (g_TBH, g_last, g_cell))
         found = _BACKWARD[ctx.kind](layer, g_TBH, g_last, g_cell)
         inputs, hidden = (t.transpose(0, 1) for t in (found.input_TNG, found.hidden_TNG))
         x_BTd, before = x_in.transpose(0, 1), layer.before.transpose(0, 1)
@@ -132,13 +134,6 @@ def _layer_forward(
     return found[0], found[1][0], found[2][0] if kind == "LSTM" else None
 
 
-def _finite(g_TBH: Tensor, g_last: Tensor, g_cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Set the gradients of examples with a non-finite gradient to 0."""
-    sizes = [lengths(g_TBH.transpose(0, 1)), lengths(g_last), lengths(g_cell)]
-    counts_B = torch.isfinite(torch.stack(sizes)).all(0)
-    return cleaned(g_TBH, counts_B, _TIMES_FIRST), cleaned(g_last, counts_B), cleaned(g_cell, counts_B)
-
-
 class ClippedRecurrent(ClippedLayer):
     """`nn.RNN`, `nn.LSTM` or `nn.GRU`, clipped: each weight to C1 C2 and each bias to C2 per example."""
 
@@ -170,7 +165,16 @@ class ClippedRecurrent(ClippedLayer):
         x = self.require_examples(x, least=3)
         x = x.transpose(0, 1) if layer.batch_first else x
         is_lstm = layer.mode == "LSTM"
-        h0, c0 = self._first_state(x, state)
+        zeros = x.new_zeros(layer.num_layers * (1 + layer.bidirectional), x.shape[1], layer.hidden_size)
+        if state is None:
+            h0, c0 = zeros, zeros
+        else:
+            h0, c0 = state if is_lstm else (state, zeros)
+        if h0.requires_grad or c0.requires_grad:
+            raise UnsupportedModelError(
+                f"Layer {self.name!r} ({type(layer).__name__}) got an initial state that needs a gradient, which has "
+                "no bound here: detach it, or leave it out."
+            )
         last_h, last_c = [], []
         directions = 1 + layer.bidirectional
         for level in range(layer.num_layers):
@@ -197,17 +201,3 @@ class ClippedRecurrent(ClippedLayer):
         x = clipped_input(x.transpose(0, 1), self.constants.input_norm).transpose(0, 1)
         y, h, c = _layer_forward(str(self.layer.mode), x, h0, c0, weights)
         return y, h, c0 if c is None else c
-
-    def _first_state(self, x_TBd: Tensor, state: Any) -> tuple[Tensor, Tensor]:
-        layer = self.layer
-        count = layer.num_layers * (1 + layer.bidirectional)
-        zeros = x_TBd.new_zeros(count, x_TBd.shape[1], layer.hidden_size)
-        if state is None:
-            return zeros, zeros
-        h0, c0 = state if layer.mode == "LSTM" else (state, zeros)
-        if h0.requires_grad or c0.requires_grad:
-            raise UnsupportedModelError(
-                f"Layer {self.name!r} ({type(layer).__name__}) got an initial state that needs a gradient, which has "
-                "no bound here: detach it, or leave it out."
-            )
-        return h0, c0

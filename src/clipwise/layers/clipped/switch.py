@@ -1,8 +1,8 @@
 """Global settings of backward passes through clipped layers: clipping, observation, clearing of examples.
 
-Upstream gradients are clipped except while a probe examines a graph (gradients/layout.py): it needs a backward pass
-that is linear in the weights of the losses. The setting is shared by all threads, since torch runs backward passes on
-its own threads. A thread that changes it, or whose sums will be released, therefore holds a lock.
+Upstream gradients are clipped except while a probe examines a graph (gradients/layout.py). The setting is shared by all
+threads, since torch runs backward passes on its own threads: a thread that changes it, or whose sums will be released,
+holds a lock.
 
 A non-finite example counts as 0: its factor is 0, and its rows are cleared, since 0 times NaN is NaN. Clearing takes a
 copy of the layer's input or a synchronization with the device. A captured step (compiled.py) does neither. It records
@@ -15,8 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,7 @@ from clipwise.gradients.outline import ACCUMULATE
 Watcher = Callable[[Any, Tensor], None]  # a graph node, and the gradient of its output
 
 
-@dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     is_clipping: bool = True
     watcher: Watcher | None = None
     noted: list[Tensor] | None = None
@@ -42,7 +40,7 @@ _now = _Setting()
 def _set(**values: Any) -> Iterator[None]:
     global _now
     with _held:
-        before, _now = _now, replace(_now, **values)
+        before, _now = _now, _now._replace(**values)
         try:
             yield
         finally:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.images.pixels import ArrayImages, FolderImages, Images
+from clipwise.recipes.images.pixels import SUFFIXES, ArrayImages, FolderImages, Images
 
 _PARTS = {"train": ("train", "training"), "test": ("test", "t10k", "val", "valid", "validation")}
 _CIFAR = {  # binary version: files of each part, label bytes before the pixels, the file of names
@@ -28,9 +28,9 @@ _LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 
 
 def is_images(path: Path) -> bool:
-    """Whether `open_images` would take the path: a folder that does not hold texts, or a file of arrays."""
+    """Whether the path is a folder with images or arrays, beside which other files do not matter; or such a file."""
     if path.is_dir():
-        return not any(path.glob("*/*.txt")) and not any(path.glob("*/*/*.txt"))
+        return any(is_images(file) or file.suffix.lower() in SUFFIXES for file in path.rglob("*") if file.is_file())
     return path.suffix == ".npz" or _is_idx_name(path) or (path.suffix == ".bin" and path.is_file())
 
 

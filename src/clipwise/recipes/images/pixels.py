@@ -107,7 +107,7 @@ class FolderImages(Images):
             self.description = "image files without labels"
         if not self._files:
             raise ConfigurationError(
-                f"{folder.name}: there are no images in it. Give a folder with one sub-folder of PNG or JPEG files for "
+                f"{folder}: there are no images in it. Give a folder with one sub-folder of PNG or JPEG files for "
                 "each class, idx files, an .npz file, or CIFAR's binary version."
             )
 

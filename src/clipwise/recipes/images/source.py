@@ -52,7 +52,7 @@ class ImageSource(Source):
         self._model = model
         self.images = open_images(Path(path), part)
         if len(self.images) == 0:
-            raise ConfigurationError(f"{Path(path).name}: there are no images in it.")
+            raise ConfigurationError(f"{path}: there are no images in it.")
         self._declared = None if labels is None else require_labels(labels)
         size = image_size if image_size is not None else min(self.images.side or FOLDER_SIZE, LARGEST_SIZE)
         self.image_size = whole("image_size", size, least=1, most=1024)

@@ -34,16 +34,21 @@ class TableEncoder(Encoder):
         schema: complete, without undeclared columns.
         label_weights: the weight of each label in the loss; empty for equal weights.
         preprocessing: lines for the statement.
+        encoding: of CSV files; None for UTF-8 or that of the byte order mark.
     """
 
     kind: ClassVar[str] = "table"
 
     def __init__(
-        self, schema: Schema, label_weights: tuple[float, ...] = (), preprocessing: tuple[str, ...] = ()
+        self,
+        schema: Schema,
+        label_weights: tuple[float, ...] = (),
+        preprocessing: tuple[str, ...] = (),
+        encoding: str | None = None,
     ) -> None:
         assert schema.target is not None and schema.target.is_declared
         self.schema, self.target = schema, schema.target
-        self.label_weights, self.preprocessing = label_weights, preprocessing
+        self.label_weights, self.preprocessing, self.encoding = label_weights, preprocessing, encoding
         self.task = Task(self.target.labels, self.target.range)
         self.width = sum(width(kind) for kind in schema.columns.values())
         if not self.width:
@@ -114,19 +119,20 @@ class TableEncoder(Encoder):
             "schema": self.schema.to_dict(),
             "label_weights": list(self.label_weights),
             "preprocessing": list(self.preprocessing),
-        }
+        } | ({} if self.encoding is None else {"encoding": self.encoding})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TableEncoder:
         """The inverse of `to_dict`."""
         weights = tuple(float(x) for x in data.get("label_weights", ()))
-        return cls(Schema.from_dict(data["schema"], "encoding"), weights, tuple(data.get("preprocessing", ())))
+        schema = Schema.from_dict(data["schema"], "encoding")
+        return cls(schema, weights, tuple(data.get("preprocessing", ())), data.get("encoding"))
 
     def open(self, path: Path, encoding: str | None = None) -> TableSource:
-        """A further table with the same columns. It may lack the target."""
+        """A further table with the same columns, by default in the same encoding. It may lack the target."""
         from clipwise.recipes.tables.source import TableSource  # it imports this module
 
-        return TableSource(path, schema=self.schema, encoding=encoding)
+        return TableSource(path, schema=self.schema, encoding=encoding or self.encoding)
 
     def _inputs(self, source: TableSource, rows: np.ndarray | None) -> Tensor:
         count = len(source) if rows is None else len(rows)

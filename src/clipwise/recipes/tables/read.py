@@ -135,7 +135,7 @@ def _header(path: Path, text: io.TextIOWrapper) -> tuple[tuple[str, ...], Any, s
         names = next(reader)
     except csv.Error as error:
         raise ConfigurationError(f"{path}, line 1: the header cannot be read ({error}).") from None
-    if all(map(_is_number, names)) and names != [str(place) for place in range(len(names))]:
+    if all(map(is_number, names)) and names != [str(place) for place in range(len(names))]:
         raise ConfigurationError(
             f"{path}: the first line has only numbers, so it seems to be a row. Add a line with the names of the "
             "columns."
@@ -154,7 +154,8 @@ def _unique_names(names: list[str], path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether a text is a number."""
     try:
         return not math.isnan(float(text))
     except ValueError:
@@ -190,7 +191,8 @@ def _rows(path: Path, reader: Any, fields: int) -> Iterator[list[str]]:
             elif row:
                 raise ConfigurationError(
                     f"{path}, line {reader.line_num}: the row does not have as many fields as the header. Correct the "
-                    "line; a field with a delimiter or a line break must be in double quotes."
+                    "line. A field with a delimiter or a line break must be in double quotes, and an open double quote "
+                    "joins lines."
                 )
     except csv.Error:
         raise ConfigurationError(

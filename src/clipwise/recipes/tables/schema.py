@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -12,20 +10,26 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from clipwise.errors import ConfigurationError
+from clipwise.recipes import toml
 from clipwise.recipes.tables.values import MISSING, to_date, to_day
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 FORMAT = 1
 TASKS = ("classification", "regression")
 MOST_BUCKETS = 2**16
 
 
+class _Declared:
+    """What is declared about a column."""
+
+    kind: ClassVar[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry in TOML types."""
+        return {"kind": self.kind}
+
+
 @dataclass(frozen=True)
-class Number:
+class Number(_Declared):
     """A column of numbers.
 
     `points` are mapped to equal steps from -1 to 1, with straight lines between them: two points are bounds, more are
@@ -36,24 +40,22 @@ class Number:
     kind: ClassVar[str] = "number"
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind, "bounds" if len(self.points) == 2 else "quantiles": list(self.points)}
+        return super().to_dict() | {"bounds" if len(self.points) == 2 else "quantiles": list(self.points)}
 
 
 @dataclass(frozen=True)
-class Category:
+class Category(_Declared):
     """A column with these values. All others share one input."""
 
     values: tuple[str, ...]
     kind: ClassVar[str] = "category"
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind, "values": list(self.values)}
+        return super().to_dict() | {"values": list(self.values)}
 
 
 @dataclass(frozen=True)
-class Hashed:
+class Hashed(_Declared):
     """A column of text of unknown domain, hashed into buckets. Buckets that are not `kept` share one input."""
 
     buckets: int
@@ -61,13 +63,12 @@ class Hashed:
     kind: ClassVar[str] = "hashed"
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
         every = self.kept == tuple(range(self.buckets))
-        return {"kind": self.kind, "buckets": self.buckets} | ({} if every else {"kept": list(self.kept)})
+        return super().to_dict() | {"buckets": self.buckets} | ({} if every else {"kept": list(self.kept)})
 
 
 @dataclass(frozen=True)
-class Date:
+class Date(_Declared):
     """A column of dates, as days since 1970, between two bounds."""
 
     low: float
@@ -75,12 +76,11 @@ class Date:
     kind: ClassVar[str] = "date"
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind, "bounds": [to_date(self.low).isoformat(), to_date(self.high).isoformat()]}
+        return super().to_dict() | {"bounds": [to_date(self.low).isoformat(), to_date(self.high).isoformat()]}
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(_Declared):
     """A column about which nothing is known: numbers are read as such, and other cells are hashed."""
 
     points: tuple[float, ...]
@@ -88,30 +88,21 @@ class Mixed:
     kind: ClassVar[str] = "mixed"
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind, "quantiles": list(self.points), "buckets": self.buckets}
+        return super().to_dict() | {"quantiles": list(self.points), "buckets": self.buckets}
 
 
 @dataclass(frozen=True)
-class Ignored:
+class Ignored(_Declared):
     """A column that is not used."""
 
     kind: ClassVar[str] = "ignored"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind}
-
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(_Declared):
     """A column that is not declared. Noised counts decide, and take a share of the budget."""
 
     kind: ClassVar[str] = "auto"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The entry in TOML types."""
-        return {"kind": self.kind}
 
 
 Kind: TypeAlias = "Number | Category | Hashed | Date | Mixed | Ignored | Auto"
@@ -189,13 +180,7 @@ class Schema:
 
 def read_schema(path: Path) -> Schema:
     """Read a schema file."""
-    try:
-        with path.open("rb") as file:
-            return Schema.from_dict(tomllib.load(file), str(path))
-    except (OSError, UnicodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read as a schema file.") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}.") from error
+    return Schema.from_dict(toml.read(path), str(path))
 
 
 def write_toml(schema: Schema, comments: Mapping[str, str] | None = None, head: str = "") -> str:
@@ -204,24 +189,16 @@ def write_toml(schema: Schema, comments: Mapping[str, str] | None = None, head: 
 
     def entry(title: str, values: Mapping[str, Any], comment: str) -> list[str]:
         note = [f"# {line}" for line in comment.splitlines()]
-        return ["", *note, title, *(f"{key} = {_toml(value)}" for key, value in values.items())]
+        return ["", *note, title, *(f"{key} = {toml.value_text(value)}" for key, value in values.items())]
 
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     lines += [f"format = {FORMAT}", *(f"# {line}" for line in comments.get("missing", "").splitlines())]
-    lines += [f"missing = {_toml(list(schema.missing))}"]
+    lines += [f"missing = {toml.value_text(schema.missing)}"]
     if schema.target is not None:
         lines += entry("[target]", _target_dict(schema.target), comments.get("[target]", ""))
     for name, kind in schema.columns.items():
-        lines += entry(f"[columns.{_toml(name)}]", kind.to_dict(), comments.get(name, ""))
+        lines += entry(f"[columns.{toml.value_text(name)}]", kind.to_dict(), comments.get(name, ""))
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):  # TOML's basic strings are JSON's, except for DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
 
 
 def _target_dict(target: Target) -> dict[str, Any]:

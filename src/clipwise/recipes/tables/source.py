@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,7 +87,7 @@ class TableSource(Source):
         encoding: str | None = None,
         balanced: bool = False,
     ) -> None:
-        self.path, self.table, self.balanced = path, read_table(path, encoding), balanced
+        self.path, self.table, self.balanced, self._encoding = path, read_table(path, encoding), balanced, encoding
         declared = _declared_target(target, labels, task, schema)
         names = list(self.table.columns)
         self.schema = Schema.undeclared(names, declared) if schema is None else replace(schema, target=declared)
@@ -158,7 +158,8 @@ class TableSource(Source):
             weights = _weights(found.label_counts, len(found.target.labels))
         declared = len(kinds) - len(found.kinds)
         lines = [f"{_columns(declared)} as declared in the schema"] if declared else []
-        return TableEncoder(replace(self.schema, columns=kinds, target=found.target), weights, (*lines, *found.remarks))
+        complete = replace(self.schema, columns=kinds, target=found.target)
+        return TableEncoder(complete, weights, (*lines, *found.remarks), self._encoding)
 
     def _auto(self) -> list[str]:
         return [name for name, kind in self.schema.columns.items() if isinstance(kind, Auto)]
@@ -185,6 +186,7 @@ class TableSource(Source):
         """One joint release: a histogram for each undeclared column, and what the target needs."""
         plan = _Plan(self._auto(), target, target is not None and self._needs_weights(target))
         std = counts.std_of(plan.names, plan.weights)
+        _require_enough(len(rows), plan, std, target)
         bins = Bins.suitable(len(rows), std[plan.names[0]])
         histograms = {name: (self._bins(name, bins)[rows], bins.count) for name in plan.histograms}
         strings = {}
@@ -201,8 +203,8 @@ class TableSource(Source):
         if kinds:
             noise = released.std[plan.histograms[0]]
             lines.append(
-                f"{_columns(len(kinds))} by noised counts, one Gaussian mechanism with standard deviation {noise:.4g} "
-                "per count: " + "; ".join(f"{name}: {text}" for name, text in about.items())
+                f"{_columns(len(kinds))} by {_counts_with(noise)}: "
+                + "; ".join(f"{name}: {text}" for name, text in about.items())
             )
         if target is None:
             return Findings(kinds, Target(""), (), tuple(lines), about)
@@ -245,6 +247,17 @@ class _Plan:
         self.weights = dict.fromkeys(of_target, weight)
 
 
+def _require_enough(rows: int, plan: _Plan, std: Mapping[str, float], target: Target | None) -> None:
+    """Raise before the release if no count of so few rows, their public number, can be above the noise."""
+    if target is None or target.is_declared:
+        return
+    if rows <= SURE * std[LABELS if plan.needs_strings else target.name]:
+        raise ConfigurationError(
+            f"{rows} rows are too few to find the labels or the range of the target {target.name!r} by noised counts "
+            "with this budget: give --labels, or declare the target in a schema file."
+        )
+
+
 def _declared_target(
     name: str | None, labels: Sequence[str] | None, task: str | None, schema: Schema | None
 ) -> Target | None:
@@ -282,7 +295,8 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
                 f"The range of the target {target.name!r} is hidden by the noise, or it has no numbers: declare it in "
                 "a schema ([target] range = [LOW, HIGH]), or raise epsilon."
             )
-        line = f"the target is a number from {bounds[0]:.6g} to {bounds[1]:.6g}, by noised counts"
+        how = "noised" if released.std[target.name] else "exact"
+        line = f"the target is a number from {bounds[0]:.6g} to {bounds[1]:.6g}, by {how} counts"
         return Target(target.name, range=bounds), (), line
     if len(shown) < 2:
         raise ConfigurationError(
@@ -290,10 +304,15 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
             "noise. Give them with --labels, raise epsilon, or use --task regression if it is a number."
         )
     line = (
-        f"{len(shown)} labels by noised counts above {released.thresholds[LABELS]} (standard deviation "
-        f"{released.std[LABELS]:.4g}); rows with other labels are not trained on, and count as wrong"
+        f"{len(shown)} labels by {_counts_with(released.std[LABELS])}, at least {released.thresholds[LABELS]}; rows "
+        "with other labels are not trained on, and count as wrong"
     )
     return Target(target.name, labels=tuple(shown)), tuple(float(x) for x in shown.values()), line
+
+
+def _counts_with(std: float) -> str:
+    """Without privacy there is no noise. All counts of a run are one mechanism."""
+    return f"noised counts (one Gaussian mechanism, standard deviation {std:.4g} per count)" if std else "exact counts"
 
 
 def _columns(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Reads cells as numbers and dates, and hashes text, by fixed public rules that look at one cell alone."""
+"""Reads cells as numbers and dates, and hashes text, by fixed public rules that read one cell alone."""
 
 from __future__ import annotations
 

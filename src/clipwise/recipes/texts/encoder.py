@@ -130,10 +130,16 @@ class TextEncoder(Encoder):
             int(data["places"]),
         )
 
-    def open(self, path: Path) -> Source:
+    def open(self, path: Path, encoding: str | None = None) -> Source:
         """Further texts, which need no labels. Of a folder with a training and a test part this is the test part."""
         from clipwise.recipes.texts.source import TextSource
 
         return TextSource(
-            path, self.text, self.target, labels=self.labels, encoding=self.encoding, part="test", needs_target=False
+            path,
+            self.text,
+            self.target,
+            labels=self.labels,
+            encoding=encoding or self.encoding,
+            part="test",
+            needs_target=False,
         )

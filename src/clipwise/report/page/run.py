@@ -33,12 +33,8 @@ def data_and_model(record: RunRecord) -> Html:
     pairs.append(("model", model_of(record) or "not recorded"))
     if "epochs" in training and "batch_size" in training:
         steps = f", {training['steps']} steps" if "steps" in training else ""
-        pairs.append(
-            (
-                "length",
-                f"{words.setting(training['epochs'])} epochs{steps}, batches of {training['batch_size']} expected",
-            )
-        )
+        epochs = f"{words.setting(training['epochs'])} epoch{'s' * (training['epochs'] != 1)}"
+        pairs.append(("length", f"{epochs}{steps}, batches of {training['batch_size']} expected"))
     lines = record.preprocessing
     note = "Not recorded. If it looked at the private data, the guarantee does not cover it."
     return markup(facts(pairs), tag("h3", "Preparation of the data"), items(lines) if lines else tag("p", note))
