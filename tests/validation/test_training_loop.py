@@ -319,7 +319,7 @@ def test_runs_that_share_a_ledger_may_share_a_model(tmp_path: Path) -> None:
         train(model, second, 1)
         second.close()
         first.close()
-        private_run(model, ledger=FileLedger(tmp_path / "ledger", join=True))
+        private_run(model, sampling="fixed-size", ledger=FileLedger(tmp_path / "ledger", join=True))
 
 
 # Modes
