@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.options import SUITES, Options
 from benchmarks.runner import bench, render
-from clipwise.cli.output import require_folder
+from clipwise.ledger.durable_files import require_folder
 from experiments.harness.command import Command, dispatch, parser_of
 
 PROGRAM = "python -m benchmarks"

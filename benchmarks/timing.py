@@ -78,7 +78,7 @@ def settled(act: Act, steps: int, most_seconds: float, wait: Act) -> Contender:
     """Make the first steps, which are not counted: `steps` of them, or fewer if they take too long."""
     start = time.perf_counter()
     for _ in range(steps):
-        last = _seconds(act, 1, wait)
+        last = _seconds(act, 1, wait, time.perf_counter)
         if time.perf_counter() - start > most_seconds:
             break
     return Contender(act, max(1, round(_BLOCK / last)))
@@ -107,7 +107,7 @@ def interleave(contenders: Mapping[str, Contender], effort: Effort, wait: Act) -
     return Rounds(taken)
 
 
-def _seconds(act: Act, count: int, wait: Act, clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds(act: Act, count: int, wait: Act, clock: Callable[[], float]) -> float:
     wait()
     start = clock()
     for _ in range(count):

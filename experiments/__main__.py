@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from clipwise.cli.output import require_folder
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.durable_files import require_folder
 from experiments.harness.command import dispatch, parser_of
 from experiments.harness.paper import asked_for
 from experiments.harness.runner import Options, reproduce

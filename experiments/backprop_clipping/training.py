@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import clipwise
 from clipwise import layers
 from clipwise.clipping import Strategy
-from clipwise.clipping.backprop import clipped_layers, most_of_each
+from clipwise.clipping.backprop import most_of_each
 from experiments import models
 from experiments.backprop_clipping.claims import DELTA
 from experiments.backprop_clipping.sets import Images
@@ -122,5 +122,5 @@ def _most(trial: Trial, model: nn.Module) -> float:
     """The bound on the change of the gradient by one example; 1 without a bound."""
     if trial.way.clips == "layers":
         parameters = dict(model.named_parameters())
-        return math.hypot(*most_of_each(parameters, clipped_layers(model)).values())
+        return math.hypot(*most_of_each(parameters, clipwise.Backprop().layers_of(model, parameters)).values())
     return trial.max_norm if trial.way.clips == "examples" else 1.0

@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from clipwise.cli.app import app
-from clipwise.cli.output import require_folder, require_picture
+from clipwise.cli.output import require_picture
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.durable_files import require_folder
 
 
 @pytest.fixture

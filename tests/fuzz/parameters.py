@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from clipwise.layers import linear_cross_entropy
 from tests.fuzz.block import Block, Shape, block
 
 
@@ -230,6 +231,22 @@ class StackOfWeights(Block):
         rows = torch.stack([h.flatten(0, 1), h.flatten(0, 1).sin()])
         made = torch.bmm(rows, self.weight)
         return torch.cat([made[0], made[1]], 1).unflatten(0, h.shape[:2])
+
+
+@block()
+class CrossEntropy(Block):
+    """An output layer with cross entropy, whose logits are not stored. The losses of the positions are the state."""
+
+    always = ("tiled cross entropy",)
+
+    def build(self, shape: Shape) -> None:
+        self.weight = parameter(5, shape.width)
+        self.bias = parameter(5) if self.dice.random() < 0.5 else None
+        self.out = Shape(shape.length, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        targets = (torch.arange(h.shape[1], device=h.device) % 5).expand(h.shape[:2])
+        return linear_cross_entropy(h, self.weight, targets, self.bias)[..., None]
 
 
 class LowRank(nn.Module):

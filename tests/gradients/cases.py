@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from clipwise.layers import linear_cross_entropy
+
 D = 5
 
 
@@ -459,6 +461,18 @@ class Experts(nn.Module):
         return out
 
 
+class TiledHead(nn.Module):
+    """The cross entropy of an output layer, whose logits are not stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(D, D), nn.Linear(D, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        targets = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        return linear_cross_entropy(self.body(x).tanh(), self.head.weight, targets, self.head.bias)
+
+
 class SortedByLength(nn.Module):
     """Rows are sorted by a data value, run through layers, and put back."""
 
@@ -657,6 +671,7 @@ CASES = [
     Case("spectral norm", lambda: Evaluated(parametrizations.spectral_norm(nn.Linear(D, 3))), vectors(2, D)),
     Case("weight norm convolution", lambda: parametrizations.weight_norm(nn.Conv1d(2, 3, 3)), vectors(2, 6)),
     Case("experts", Experts, vectors(3, D)),
+    Case("tiled cross entropy", TiledHead, vectors(6, D)),
     Case("sorted by length", SortedByLength, vectors(3, D)),
     Case("chosen by the data", Chosen, vectors(3, D)),
     Case("shared by two modules", SharedWeight, vectors(3, D)),

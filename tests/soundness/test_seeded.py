@@ -171,7 +171,7 @@ def test_the_id_is_public_and_that_of_the_whole_run(tmp_path: Path) -> None:
     assert again._context.keys.key.id == name
     train(model, again, 1)
     again.close()
-    assert {about["key"] for about in multi_run.read_files([tmp_path / "ledger"])[0].found.about} == {name}
+    assert {about["key"] for about in multi_run.read_files([tmp_path / "ledger"])[0].about} == {name}
 
 
 def test_one_resume_file_in_two_ledgers_is_found(tmp_path: Path) -> None:

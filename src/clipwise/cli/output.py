@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,19 +107,3 @@ def draw(plot: Path | None, draw_to: Callable[[Path], object]) -> None:
     if plot is not None:
         draw_to(plot)
         remark(f"Plot written to {plot}")
-
-
-def require_folder(folder: Path) -> None:
-    """Refuse an --out that is not a folder, or that cannot be created or written."""
-    whole = Path(os.path.abspath(folder))
-    place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
-    if not os.path.isdir(place):
-        raise ConfigurationError(f"--out {folder} cannot be a folder: {place.name} is a file. Give another name.")
-    try:
-        # Testing the permission is not enough: /proc grants it and still refuses to write.
-        with tempfile.TemporaryDirectory(dir=place) as trial:
-            (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). Give another folder."
-        ) from error

@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 from safetensors.torch import save_file
 
-from clipwise.cli.output import require_folder, say, stdout
+from clipwise.cli.output import say, stdout
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.durable_files import require_folder
 from clipwise.recipes.target import running
 from clipwise.recipes.tuning import RECIPES
 from clipwise.tune import Recipe, Subject, selection, study

@@ -210,7 +210,7 @@ def _piece(parameter: torch.nn.Parameter, dtype: torch.dtype) -> int | None:
     """How many gradients to write out at once on a CPU: paths of several operations pass through them repeatedly."""
     if parameter.device.type != "cpu" or is_tracing():
         return None
-    return max(1, _CACHED_BYTES // bytes_of(1, parameter.shape, dtype))
+    return max(1, _CACHED_BYTES // max(1, bytes_of(1, parameter.shape, dtype)))
 
 
 def _upright(c: Contribution) -> Form | None:

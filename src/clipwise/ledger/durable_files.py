@@ -45,6 +45,22 @@ def require_writable(argument: str, path: Path) -> None:
         raise ConfigurationError(f"{argument}: {path} cannot be written ({reason}): give another path.")
 
 
+def require_folder(folder: Path) -> None:
+    """Refuse an --out that is not a folder, or that cannot be created or written."""
+    whole = Path(os.path.abspath(folder))
+    place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
+    if not os.path.isdir(place):
+        raise ConfigurationError(f"--out {folder} cannot be a folder: {place.name} is a file. Give another name.")
+    try:
+        # Testing the permission is not enough: /proc grants it and still refuses to write.
+        with tempfile.TemporaryDirectory(dir=place) as trial:
+            (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). Give another folder."
+        ) from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder as durable as the files."""
     handle = os.open(folder, os.O_RDONLY)

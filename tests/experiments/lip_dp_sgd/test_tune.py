@@ -30,7 +30,7 @@ def test_an_accounted_search_keeps_its_best_weights(tmp_path, monkeypatch, capsy
 def test_an_ordinary_search_writes_its_front(tmp_path, capsys):
     pytest.importorskip("optuna")
     main(["digits", "--trials", "1", "--out", str(tmp_path)])
-    assert (tmp_path / "front.md").exists() and "no guarantee" in capsys.readouterr().out
+    assert (tmp_path / "digits-none-dp-sgd" / "front.md").exists() and "no guarantee" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

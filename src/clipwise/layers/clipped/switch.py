@@ -55,6 +55,13 @@ def unclipped(watcher: Watcher | None = None) -> Iterator[None]:
 
 
 @contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Report the gradients that reach clipped layers in this block, with clipping."""
+    with _set(watcher=watcher):
+        yield
+
+
+@contextmanager
 def noting() -> Iterator[list[Tensor]]:
     """Record factors instead of clearing non-finite examples in this block. Their factor is 0."""
     found: list[Tensor] = []
