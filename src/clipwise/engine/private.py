@@ -76,7 +76,7 @@ class Private:
 
         Returns whether the optimizer stepped: False after a piece that is not the last of its batch.
         """
-        return pipeline.update(self._context, pipeline.backward(self._context, losses, outputs))
+        return pipeline.step(self._context, losses, outputs)
 
     def step_local_update(self, batch: Any) -> bool:
         """`step` for a strategy with a `local_update`, which is called on the batch.
