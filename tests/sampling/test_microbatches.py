@@ -93,8 +93,8 @@ def test_what_a_user_has_is_not_shown() -> None:
     ("ids", "words"),
     [
         ([], "empty"),
-        ("abc", "list or a tensor, not str"),
-        (7, "list or a tensor, not int"),
+        ("abc", "is a str"),
+        (7, "is a int"),
         (torch.zeros(3, 2), "2 dimensions"),
         ([1, None, 2], "missing"),
         ([1.0, float("nan")], "missing"),
