@@ -307,7 +307,7 @@ class LipschitzClipper(Clipper):
             return self.nothing()
         self._require_as_bounded(outputs)
         found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
-        # Both answers are read in one transfer, since each read synchronizes with the device.
+        # Both flags are read in one transfer, since each read synchronizes with the device.
         has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
         self._require_unchanged(has_moved)
         at_outputs.require_not_coupled(are_coupled)

@@ -45,7 +45,7 @@ WEIGHTS = (0.1, 10.0)
 
 @dataclass(frozen=True)
 class Findings:
-    """What noised counts have fixed.
+    """What follows from the noised counts.
 
     Args:
         kinds: the kind of each column that was not declared.
