@@ -51,7 +51,7 @@ def changed(**facts: object) -> list[str]:
     return broken(Facts(**{**vars(WELL), **facts}))  # type: ignore[arg-type]
 
 
-def test_a_run_that_went_well_breaks_nothing() -> None:
+def test_a_run_without_a_fault_keeps_every_property() -> None:
     assert broken(WELL) == []
 
 
@@ -71,7 +71,7 @@ def test_a_run_that_went_well_breaks_nothing() -> None:
         ({"plan": Plan("clock jump", "step.before-grad", 1)}, "did not live through it"),
     ],
 )
-def test_a_broken_promise_is_seen(facts: dict[str, object], words: str) -> None:
+def test_a_broken_property_is_detected(facts: dict[str, object], words: str) -> None:
     assert any(words in promise for promise in changed(**facts))
 
 

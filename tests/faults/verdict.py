@@ -83,7 +83,7 @@ def _understated(facts: Facts) -> list[str]:
 
 
 def _ended_wrongly(facts: Facts) -> list[str]:
-    if _told_anywhere(facts):
+    if _was_reported(facts):
         return []
     found = [line for line in facts.said + facts.said_after if line.startswith("error")]
     if facts.plan.kind in DEADLY and facts.happened and facts.end != -signal.SIGKILL:
@@ -93,7 +93,7 @@ def _ended_wrongly(facts: Facts) -> list[str]:
     return found
 
 
-def _told_anywhere(facts: Facts) -> bool:
+def _was_reported(facts: Facts) -> bool:
     """Torch reports a dead worker from a signal handler: like Ctrl-C, this may end a run at any line."""
     return facts.plan.kind == "worker crash" and any(
         line.startswith("error RuntimeError('DataLoader worker (pid") for line in facts.said
@@ -138,7 +138,7 @@ def _not_resumed(facts: Facts) -> list[str]:
 def _changed_what_it_may_not(facts: Facts) -> list[str]:
     plan, found = facts.plan, []
     is_retried = plan.kind == "out of memory" and plan.is_compiled and plan.at != "noise"
-    if _told_anywhere(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
+    if _was_reported(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
         return []  # reported during a write: as after Ctrl-C, the ledger must be opened again
     if plan.kind in (*HARMLESS, "worker crash") or is_retried:
         extra = 0
