@@ -58,13 +58,13 @@ def test_a_run_without_a_fault_keeps_every_property() -> None:
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"position": 0}, "the ledger says 0"),
+        ({"position": 0}, "the ledger counts 0"),
         ({"checkpoint": 2, "said": ["saved 2", "release"]}, "more releases than the ledger"),
         ({"checkpoint": 1, "said": ["release"]}, "neither the old one nor the new one"),
         ({"said": ["key a 1", "key a 2"]}, "same noise on two sums"),
         ({"said": ["error ValueError()"]}, "ValueError"),
-        ({"end": 1}, "first life ended"),
-        ({"end_after": -14}, "second life ended"),
+        ({"end": 1}, "first process ended"),
+        ({"end_after": -14}, "second process ended"),
         ({"said_after": ["opened 0", *["update"] * 4], "position_after": 4}, "shrunk"),
         ({"position_after": 4}, "count each of them once"),
         ({"is_clean_after": False}, "cleanly"),
