@@ -154,11 +154,6 @@ def test_constants_that_disagree_with_the_layers_are_refused() -> None:
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
 
 
-def test_units_other_than_records_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="single records"):
-        Backprop().attach(site(clipped(), unit=Unit.MICROBATCH))
-
-
 def test_sensitivities_and_the_joint_multiplier() -> None:
     clipper = Backprop().attach(site(clipped(), Adjacency.REPLACE_ONE))
     assert [b.sensitivity for b in clipper.bounds] == [2.0, 1.0, 2.0, 1.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -110,29 +110,11 @@ class LayerStatistics:
             for name, layer in self._layers.items()
         )
 
-    def clipped(self, losses: Tensor) -> dict[str, Tensor]:
-        """[(u, w)]_R of each layer in float64, from the forward pass of one microbatch."""
-        return {
-            name: clipped_sum(_deviations(layer, seen, by_row=False), self._rule.max_norm)
-            for name, layer, seen in self._seen(losses)
-        }
-
-    def clipped_by_row(self, losses: Tensor) -> dict[str, Tensor]:
-        """sum_i [(u_i, w_i)]_R of each layer in float64, over the rows of a batch, one row per example."""
-        found = {}
-        for name, layer, seen in self._seen(losses):
-            if any(len(one.mean_BC) != len(losses) for one in seen):
-                raise UnsupportedModelError(
-                    f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
-                    "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
-                )
-            found[name] = clipped_sum(_deviations(layer, seen, by_row=True), self._rule.max_norm)
-        return found
-
-    def _seen(self, losses: Tensor) -> Iterator[tuple[str, BatchStatisticsNorm, list[Observation]]]:
-        """The observations of each layer in the graph of the losses."""
+    def clipped(self, losses: Tensor, by_row: bool) -> dict[str, Tensor]:
+        """Of each layer in float64: sum_i [(u_i, w_i)]_R over the rows, or [(u, w)]_R of the whole microbatch."""
+        found: dict[str, Tensor] = {}
         if not self._layers:
-            return
+            return found
         seen: dict[nn.Module, list[Observation]] = {}
         for one, _ in observations(losses):
             seen.setdefault(one.layer, []).append(one)
@@ -148,7 +130,13 @@ class LayerStatistics:
                     "pure noise. Use it in the forward pass, without torch.compile, or freeze it with .eval() before "
                     "make_private."
                 )
-            yield name, layer, seen[layer]
+            if by_row and any(len(one.mean_BC) != len(losses) for one in seen[layer]):
+                raise UnsupportedModelError(
+                    f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
+                    "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
+                )
+            found[name] = clipped_sum(_deviations(layer, seen[layer], by_row), self._rule.max_norm)
+        return found
 
     def nothing(self) -> dict[str, Tensor]:
         """The contribution of an empty microbatch: zeros."""

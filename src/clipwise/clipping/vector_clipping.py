@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from clipwise.clipping.thresholds import (
     require_max_norm,
 )
 from clipwise.errors import ConfigurationError
+from clipwise.gradients import Memory
+from clipwise.gradients.precision import PutAside
 from clipwise.privacy import Unit
 
 _MOST = 2**31  # entries per tensor supported by torch._foreach_norm
@@ -118,6 +121,8 @@ class VectorClipper(Clipper):
         statistics: layer statistics released with the gradient.
     """
 
+    _memory: Memory
+
     def __init__(self, constants: Constants, factor: float, vectors: float, statistics: LayerStatistics) -> None:
         self._constants, self._factor, self._statistics = constants, factor, statistics
         self.divisor = vectors * constants.share
@@ -132,13 +137,19 @@ class VectorClipper(Clipper):
     def settle(self) -> None:
         self._constants.settle()
 
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        before, aside = self._memory.rare, PutAside()
+        self._memory.rare = aside
+        try:
+            yield aside
+        finally:
+            self._memory.rare = before
+
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         # With a share below 1 each part has only some of the vectors; statistics use all of them.
         self._statistics.learn({b.name: means[b.name] * self._constants.share for b in self._statistics.bounds})
-        changed = self._constants.learn(means, self.noise)
-        if changed:
-            self._restate()
-        return changed
+        return self._constants.learn(means, self.noise) and self._restate()
 
     def clips(self) -> object:
         constants = self._constants
@@ -149,14 +160,12 @@ class VectorClipper(Clipper):
         return self._constants.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        changed = self._constants.load_state_dict(state)
-        if changed:
-            self._restate()
-        return changed
+        return self._constants.load_state_dict(state) and self._restate()
 
-    def _restate(self) -> None:
-        """Recompute the bounds from the constants."""
+    def _restate(self) -> bool:
+        """Recompute the bounds from the constants. Returns True: they changed."""
         self.bounds = (*self._constants.bounds_with(self._factor), *self._statistics.bounds)
+        return True
 
 
 def tensor_lengths(tensors: Sequence[Tensor]) -> list[Tensor]:

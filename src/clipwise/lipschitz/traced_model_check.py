@@ -175,25 +175,6 @@ class Spot(NamedTuple):
         return f"{self.name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
 
 
-class Pattern:
-    """The spots of the traced graph, for any number of examples."""
-
-    def __init__(self, few: Sequence[Spot], more: Sequence[Spot]) -> None:
-        self._spots = few
-        # A pair (a, b) stands for the size a + b n for n examples.
-        self._sizes = [_growing(one.shapes, other.shapes) for one, other in zip(few, more, strict=True)]
-        self._last: tuple[int, list[Spot]] = (0, [])
-
-    def spots(self, examples: int) -> list[Spot]:
-        if self._last[0] != examples:
-            found = [
-                spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
-                for spot, sizes in zip(self._spots, self._sizes, strict=True)
-            ]
-            self._last = examples, found
-        return self._last[1]
-
-
 class GraphMatch:
     """Compares the graph of outputs with that of a traced network.
 
@@ -204,7 +185,8 @@ class GraphMatch:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._modules = list(network.graph.modules())
-        self._expected: dict[tuple[Any, ...], Pattern] = {}
+        # For each mode and device, the spots of the trace; a pair (a, b) stands for the size a + b n for n examples.
+        self._traced: dict[tuple[Any, ...], list[tuple[Spot, list[list[tuple[int, int]]]]]] = {}
         self._owners = {id(p): name for name, p in network.graph.named_parameters()}
 
     def require(self, outputs: Tensor) -> None:
@@ -220,7 +202,7 @@ class GraphMatch:
             )
         if len(outputs) == 0:
             return  # an empty batch has no gradients to bound
-        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1).spots(len(outputs))
+        expected = self._of_the_trace(outputs.device, len(outputs))
         try:
             # Graphs of different sizes differ in a spot before one of them ends.
             both = enumerate(zip(expected, self._spots(outputs.grad_fn), strict=True))
@@ -239,13 +221,17 @@ class GraphMatch:
                 "autocast, compilation or branches that differ between calls."
             )
 
-    def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
+    def _of_the_trace(self, device: torch.device, examples: int) -> list[Spot]:
         # For a single example torch uses another layout of sequences, with other views.
-        key = (*[m.training for m in self._modules], device, is_single)
-        if key not in self._expected:
-            few, more = (1, 1) if is_single else _EXAMPLES
-            self._expected[key] = Pattern(self._recorded(device, few), self._recorded(device, more))
-        return self._expected[key]
+        key = (*[m.training for m in self._modules], device, examples == 1)
+        if key not in self._traced:
+            few, more = (self._recorded(device, n) for n in ((1, 1) if examples == 1 else _EXAMPLES))
+            pairs = zip(few, more, strict=True)
+            self._traced[key] = [(one, _growing(one.shapes, other.shapes)) for one, other in pairs]
+        return [
+            spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
+            for spot, sizes in self._traced[key]
+        ]
 
     def _recorded(self, device: torch.device, examples: int) -> list[Spot]:
         takes_numbers = any(isinstance(m, ClipInput) for m in self._modules)

@@ -126,7 +126,7 @@ def _clip_operations_(
 ) -> dict[str, float]:
     """Copies all norms from the device at once. A parameter with several uses takes its largest norm."""
     by_row: dict[str, Tensor] = {}
-    wanted: list[tuple[str, bool, Tensor | Wanted]] = []
+    wanted: list[tuple[str, bool, Wanted]] = []
     for op in operations:
         if not any(name in limits for name in op.parameters.values()):
             continue

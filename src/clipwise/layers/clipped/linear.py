@@ -69,9 +69,6 @@ class ClippedLinear(ClippedMapLayer):
     def _take(self, constants: Constants) -> None:
         self._role = MapRole(self, constants, map=Matrix())
 
-    def _least_dimensions(self) -> int:
-        return 2
-
 
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -202,5 +199,6 @@ class ClippedConvolution(ClippedMapLayer):
     def _take(self, constants: Constants) -> None:
         self._role = MapRole(self, constants, map=Convolution(self.layer))
 
-    def _least_dimensions(self) -> int:
+    @property
+    def least_dimensions(self) -> int:
         return 2 + len(self.layer.kernel_size)

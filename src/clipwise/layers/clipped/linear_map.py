@@ -39,7 +39,6 @@ from clipwise.layers.clipped.layer import (
     fits,
     input_scales,
     lengths,
-    surely_none,
     upstream_scales,
     weighted_rows,
 )
@@ -263,7 +262,7 @@ def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
 def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> Tensor:
     """Where the input was clipped, remove the component along it: s x keeps its norm C1 when x grows."""
     clipped_B = (scale_B < 1) & (scale_B > 0)
-    if surely_none(clipped_B):
+    if not clipped_B.is_cuda and not bool(clipped_B.any()):  # on a GPU, reading the flags would synchronize
         return dx
     inverse_B = torch.where(clipped_B, 1 / norm_B, 0.0)
     each = x.shape[1:].numel() * x.element_size()
