@@ -24,7 +24,7 @@ from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency
 from tests.layers.clipped.cases import CASES, inputs
 from tests.layers.clipped.cases import clipped as clipped_case
 from tests.runs import data, losses_of, network, private_run, train

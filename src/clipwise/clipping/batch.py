@@ -177,7 +177,8 @@ class BatchClipper(VectorClipper):
         assert real_B is None  # microbatches are not padded
         if losses.dim() and len(losses) == 0:
             return self.nothing()
-        found = torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
+        parameters = list(self._parameters.values())
+        found: list[Tensor | None] = list(torch.autograd.grad(losses.mean(), parameters, allow_unused=True))
         gradients = {}
         for (name, p), g in zip(self._parameters.items(), found, strict=True):
             if g is not None:
