@@ -17,7 +17,7 @@ from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelErr
 from clipwise.gradients.layout import Layout, Probe, probe_weights
 from clipwise.gradients.outline import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
-from clipwise.gradients.walk import Node, behind
+from clipwise.gradients.walk import Node, graph_nodes
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
 _TOO_FEW = 2  # the largest group size of a normalization that is refused in mode="normalize"
@@ -122,7 +122,7 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
 def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
     """Before a normalization over one or two numbers, gradients are rounding errors, which must not be scaled up."""
     (first, _), *_ = node.next_functions  # the input
-    if first is None or not any(id(getattr(n, "variable", None)) in names for n in {first, *behind([first])}):
+    if first is None or not any(id(getattr(n, "variable", None)) in names for n in graph_nodes(first)):
         return
     layer = _layer_of(node)
     what = "A normalization" if layer is None else f"Layer {layer.name!r}"

@@ -8,7 +8,8 @@ from torch import Tensor
 from clipwise.clipping.base import Parameters
 from clipwise.errors import StepError
 from clipwise.gradients.layout import probe_weights
-from clipwise.gradients.walk import Node
+from clipwise.gradients.walk import Node, graph_nodes
+from clipwise.layers.bounded import row_norms
 
 # Relative to the norm of a row. A loss with a mean over the batch has an error of about the norm.
 _ROUNDING = 1e-4
@@ -38,10 +39,7 @@ def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters
 
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
     """Whether a finite row differs by more than rounding, relative to its norm, since single entries may cancel."""
-    lengths, errors = (
-        torch.linalg.vector_norm(t.flatten(1) if t.dim() > 1 else t.unsqueeze(1), dim=1, dtype=torch.float64)
-        for t in (expected, found - expected)
-    )
+    lengths, errors = row_norms(expected), row_norms(found - expected)
     is_off: Tensor = torch.isfinite(lengths) & ~(errors <= _ROUNDING * lengths + _TINY)
     return is_off.any()
 
@@ -59,9 +57,7 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
     root: Node = losses.grad_fn
     if root is None:
         raise StepError("losses carries no gradient: compute it from the model's output.")
-    entered = {None, root, outputs.grad_fn}
-    nodes = [] if root is outputs.grad_fn else [root]
-    for node in nodes:  # grows during the loop
+    for node in graph_nodes(root, end=outputs.grad_fn):
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise StepError(
@@ -69,6 +65,3 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
                 "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
                 "weight_decay. Use only one forward pass."
             )
-        following = dict.fromkeys(child for child, _ in node.next_functions if child not in entered)
-        entered.update(following)
-        nodes += following

@@ -15,7 +15,7 @@ node by node, and walked only if it differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,18 @@ def node_name(node: Node) -> str:
     """torch's name of the operation, such as AddmmBackward0."""
     name: str = node.name()
     return name
+
+
+def graph_nodes(root: Node, end: Node = None) -> Iterator[Node]:
+    """The root and all nodes that feed it, each once; not `end`, nor what only `end` leads to."""
+    entered, stack = {root, end}, [] if root is end else [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append(child)
 
 
 def behind(nodes: Iterable[Node]) -> set[Node]:

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.gradients.walk import graph_nodes
 from clipwise.validation.arguments import naming, require_module
 
 
@@ -283,17 +284,10 @@ def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
 
 def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
     """Every observation in the graph of the losses, with the edge of the layer's output."""
-    root: Any = losses.grad_fn
-    entered, stack = {root}, [root]
-    while stack:
-        node = stack.pop()
+    for node in graph_nodes(losses.grad_fn):
         seen = getattr(node, "seen", None)
         if isinstance(seen, Observation):
             yield seen, GradientEdge(node, 0)
-        for child, _ in node.next_functions:
-            if child is not None and child not in entered:
-                entered.add(child)
-                stack.append(child)
 
 
 class _Carry(torch.autograd.Function):

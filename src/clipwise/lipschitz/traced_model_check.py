@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from clipwise.errors import StepError, UnsupportedModelError
 from clipwise.gradients.outline import ACCUMULATE
-from clipwise.gradients.walk import behind
+from clipwise.gradients.walk import graph_nodes
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
 from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
@@ -303,5 +303,5 @@ def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _leads_to_parameter(node: Node | None) -> bool:
-    nodes = set() if node is None else {node, *behind([node])}
+    nodes = () if node is None else graph_nodes(node)
     return any(isinstance(getattr(n, "variable", None), nn.Parameter) for n in nodes)
