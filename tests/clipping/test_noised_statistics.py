@@ -308,17 +308,6 @@ def test_a_frozen_layer_stays_as_it_is() -> None:
     assert not model[1].is_observed
 
 
-def test_a_parameter_of_the_same_name_is_refused() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, _ = alone(2)
-            self.register_parameter("statistics of inner", nn.Parameter(torch.zeros(1)))
-
-    with pytest.raises(ConfigurationError, match="'statistics of inner': rename that parameter"):
-        attached(Odd())
-
-
 def test_a_layer_that_left_training_mode_is_an_error_by_name() -> None:
     model = network()
     clipper = attached(model)

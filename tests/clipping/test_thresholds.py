@@ -75,12 +75,6 @@ def test_a_quantile_for_one_part_only_is_refused() -> None:
         PerExample({"0": 1.0, "2": Quantile()}, parts="layer")  # type: ignore[dict-item]
 
 
-def test_a_parameter_with_the_name_of_a_count_is_refused() -> None:
-    taken = {"count of all": nn.Parameter(torch.zeros(1))}
-    with pytest.raises(ConfigurationError, match="'count of all'"):
-        PerExample(Quantile()).attach(site(taken))
-
-
 # What is released
 
 

@@ -218,9 +218,8 @@ def _require_float32(parameters: Parameters) -> None:
     for name, p in parameters.items():
         if torch.finfo(p.dtype).bits < 32:
             raise UnsupportedModelError(
-                f"Parameter {name!r} has dtype {p.dtype}, in which the rounding of sums over a batch exceeds the "
-                "sensitivity. Keep trainable weights in float32 (model.float()), and use torch.autocast in the forward "
-                "pass for speed."
+                f"Parameter {name!r} has dtype {p.dtype}, in which sums over a batch round by more than the "
+                "sensitivity: keep trainable weights in float32 (model.float()), and use torch.autocast for speed."
             )
 
 

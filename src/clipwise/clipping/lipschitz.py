@@ -309,9 +309,8 @@ class LipschitzClipper(Clipper):
         self._require_unchanged(has_moved)
         if are_coupled:
             raise CoupledExamplesError(
-                "The loss of one example depends on the outputs of another, so per-example bounds do not hold. Usual "
-                "causes: subtracting a mean over the batch, comparing examples, or dividing by a quantity of the whole "
-                "batch."
+                "The loss of one example depends on the outputs of another, so per-example bounds do not hold: do not "
+                "subtract a mean over the batch, compare examples, or divide by a quantity of the whole batch."
             )
         # An example with several rows (views) counts as one: the constant is divided over its rows.
         gradients = clip_output_gradients(gradients, self._constant / (len(outputs) // len(losses)))
@@ -344,9 +343,8 @@ class LipschitzClipper(Clipper):
     def _require_unchanged(self, has_changed: bool) -> None:
         if has_changed:
             raise StepError(
-                "The weights were changed between the draw of a batch and private.step, so the bounds do not hold for "
-                "them. Change weights before the next batch is drawn, in place and under torch.no_grad(), not through "
-                ".data."
+                "The weights were changed between the draw of a batch and private.step, so the bounds do not hold. "
+                "Change weights before the next batch is drawn, under torch.no_grad() and not through .data."
             )
 
 

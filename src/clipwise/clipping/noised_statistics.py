@@ -86,25 +86,25 @@ class LayerStatistics:
     def __init__(self, rule: NoisedStatistics | None, site: Site, factor: float) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
         self.bounds: tuple[Bound, ...] = ()
-        if rule is None:
-            _require_settled(site.model)
-            return
-        self._rule = rule
         for name, layer in site.model.named_modules():
-            if isinstance(layer, BatchStatisticsNorm) and layer.training:
+            if rule is None and isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
+                raise ConfigurationError(  # it would normalize by mean 0 and variance 1 forever
+                    f"Layer {name!r} ({type(layer).__name__}) has no statistics, and none would be released: pass "
+                    "running_statistics=NoisedStatistics(), or set them from public data with "
+                    "clipwise.layers.recompute_statistics(model, public_batches)."
+                )
+            if rule is not None and isinstance(layer, BatchStatisticsNorm) and layer.training:
                 layer.is_observed = True
                 self._layers[f"{STATISTICS_OF}{name or 'the model'}"] = layer
+        if rule is None:
+            return
+        self._rule = rule
         if not self._layers:
             raise ConfigurationError(
                 "running_statistics=NoisedStatistics(...) found no layer whose statistics it could release. "
                 "Before make_private call clipwise.layers.without_running_statistics(model) for Batch, or "
                 "with_released_statistics(model) for PerExample, and model.train()."
             )
-        for name in self._layers:
-            if name in site.parameters:
-                raise ConfigurationError(
-                    f"running_statistics=NoisedStatistics(...) uses the name {name!r}: rename that parameter."
-                )
         self.bounds = tuple(
             Bound(name, (), factor * rule.max_norm, size=2 * layer.num_features, share=rule.share)
             for name, layer in self._layers.items()
@@ -158,17 +158,6 @@ class LayerStatistics:
             layer.running_var.copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
             layer.num_batches_tracked += 1
             layer.has_statistics = True
-
-
-def _require_settled(model: nn.Module) -> None:
-    """Raise if a layer without statistics would never get any: it would normalize by mean 0 and variance 1."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
-            raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) has no statistics, and none would be released: pass "
-                "running_statistics=NoisedStatistics(), or set them from public data with "
-                "clipwise.layers.recompute_statistics(model, public_batches)."
-            )
 
 
 def _deviations(layer: BatchStatisticsNorm, seen: list[Observation], by_row: bool) -> Tensor:

@@ -321,9 +321,6 @@ class QuantileNorms(Constants):
         self._least = norms_of_parts(quantile.minimum, parts)
         self._most = norms_of_parts(quantile.maximum, parts)
         self._names = {part: f"count of {part}" for part in parts}
-        for name in self._names.values():
-            if name in site.parameters:
-                raise ConfigurationError(f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter.")
         # b - 1/2 lies in [-1/2, 1/2].
         self.bounds = tuple(Bound(name, (), site.factor / 2, quantile.count_noise) for name in self._names.values())
 

@@ -151,9 +151,8 @@ class PublicStatistics:
         if self._layers and not self._is_held and not self._is_fresh(looks_inside):
             raise StepError(
                 "The public statistics are stale: weights or buffers changed since they were made (an update, "
-                "load_state_dict, .to(), a copy of the model, torch.export). Call PublicStatistics.of(model).refresh() "
-                "after every such change. To export or trace a model, take a copy (copy.deepcopy), refresh its "
-                "statistics and call PublicStatistics.freeze()."
+                "load_state_dict, .to(), a copy, torch.export). Call PublicStatistics.of(model).refresh() after every "
+                "such change. To export a model, refresh a deep copy of it and call PublicStatistics.freeze()."
             )
 
     @contextmanager

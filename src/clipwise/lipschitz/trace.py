@@ -88,7 +88,7 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
     shape = plain(input_shape)
     if not (isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape)):
         raise ConfigurationError(
-            f"input_shape must be the sizes of one example, without the batch, such as (1, 28, 28), not {input_shape!r}."
+            f"input_shape must be the sizes of one example without the batch, such as (1, 28, 28), not {input_shape!r}."
         )
     module = fx.GraphModule(model, graph_of(model))
     return _Walk(model, module, tuple(shape), Rounding(unit_of(model), arithmetic)).network()

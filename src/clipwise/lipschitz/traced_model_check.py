@@ -112,8 +112,7 @@ class AsTraced:
             if now != self._first[name]:
                 raise StepError(
                     f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
-                    "make_private, so the bounds no longer hold: make a new private run. (Change weights in place, "
-                    "under torch.no_grad().)"
+                    "make_private, so the bounds no longer hold: make a new private run."
                 )
 
     def _require_same_graph(self, again: fx.Graph) -> None:
@@ -125,9 +124,8 @@ class AsTraced:
             return
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
-            "The model's forward pass differs from its trace: "
-            f"{other.words}, where it had {one.words}. The bounds hold for the trace only: restore what it reads, or "
-            "make a new private run."
+            f"The model's forward pass differs from its trace: {other.words}, where it had {one.words}. The bounds "
+            "hold for the trace only: restore what it reads, or make a new private run."
         )
 
 
@@ -217,8 +215,7 @@ class GraphMatch:
             same = ", with other shapes or inputs" if one.words == other.words else ""
             raise UnsupportedModelError(
                 f"outputs: operation {place} from the end is {other.words}{same}, where the traced model has "
-                f"{one.words}. The bounds hold for the traced model only: give what that model returned, without "
-                "autocast, compilation or branches that differ between calls."
+                f"{one.words}: give what that model returned, without autocast, compilation or other branches."
             )
 
     def _of_the_trace(self, device: torch.device, examples: int) -> list[Spot]:

@@ -179,7 +179,7 @@ class Convolution(Map):
 def window_counts(
     n: int, k: int, s: int, d: int, before: int, after: int = 0, mode: str = "zeros", windows: int | None = None
 ) -> tuple[int, int, int]:
-    """m, `cover` and the largest number of pixels in a window, of one dimension. By default for all windows that fit."""
+    """m, `cover` and the most pixels in a window, of one dimension; by default for all windows that fit."""
     fill = {"constant_values": _PADDING} if mode == "zeros" else {}
     pixel_at = np.pad(np.arange(n), (before, after), mode=_PADDED[mode], **fill)  # type: ignore[call-overload]
     if windows is None:
