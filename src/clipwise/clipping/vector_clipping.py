@@ -30,6 +30,8 @@ from clipwise.gradients.precision import PutAside
 from clipwise.privacy import Unit
 
 _MOST = 2**31  # entries per tensor supported by torch._foreach_norm
+_CHANGING = " (of the next step: bounds change by a public rule, and the noise is scaled with them)"
+_STATISTICS = "noised statistics of batch norm layers, which they use in evaluation"
 
 
 class VectorClipping(Strategy):
@@ -97,18 +99,15 @@ class VectorClipping(Strategy):
         norm, parts = recorded.get("max_norm"), recorded.get("parts")
         policy = parts if isinstance(parts, Mapping) else {}
         decays = isinstance(norm, Mapping) and norm.get("rule") == "decay"
-        text = super().statement_text(recorded, unit)
-        if policy.get("every") is not None or decays or "sparse" in recorded:
-            text = replace(
-                text, changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)"
-            )
-        if "running_statistics" in recorded:
-            text = replace(text, released="noised statistics of batch norm layers, which they use in evaluation")
-        source = policy.get("norms from")
-        if isinstance(source, Mapping) and "public" in source:
-            count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
-            text = replace(text, public_data=f"{source['public']} ({count}), for typical gradient norms")
-        return text
+        changes = policy.get("every") is not None or decays or "sparse" in recorded
+        source = policy.get("norms from", {})
+        count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
+        return replace(
+            super().statement_text(recorded, unit),
+            changing=_CHANGING if changes else "",
+            released=_STATISTICS if "running_statistics" in recorded else "",
+            public_data=f"{source['public']} ({count}), for typical gradient norms" if "public" in source else "",
+        )
 
 
 class VectorClipper(Clipper):

@@ -219,7 +219,8 @@ class PublicStatistics:
 
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
         """The moments of the public rows at each layer, with their graph if `correct` needs it."""
-        self.collected = collected = {}
+        collected: dict[PublicBatchNorm, Moments] = {}
+        self.collected = collected
         try:
             with (
                 evaluating(self._model),
