@@ -91,7 +91,8 @@ class CompiledStep:
         self._traced: TracedSum | None = None
         self._captured: Captured | TracedStep | None = None
         is_constant = _is_constant(context) and backend != "eager"
-        self._captures = is_constant and _can_capture(self._device)
+        # The release graph reduces nothing over ranks.
+        self._captures = is_constant and _can_capture(self._device) and context.ranks.count == 1
         is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
         self._traces = is_constant and context.clipper.is_traceable and is_wanted
 
@@ -281,7 +282,7 @@ def _is_constant(context: StepContext) -> bool:
         and (context.views == 1 or not context.strategy.is_coupled)
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
-        and plan.ranks.count == 1
+        # FSDP2 frees the parameters between steps.
         and not plan.layout.is_sharded
         and context.observer is None
     )
@@ -299,10 +300,14 @@ def _can_compile(device: torch.device) -> bool:
 
 
 def _piece_size(context: StepContext) -> int:
-    """The number of examples of a captured step: a batch of constant size, or nearly every batch of random size."""
-    given, scheme = context.loader.max_physical_batch_size, context.scheme
-    L = scheme.expected_size
-    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate)) if scheme.has_random_size else 0.0
+    """The number of examples of a compiled step: a batch of constant size, or nearly every batch of random size.
+
+    With several ranks it is the part of a batch on one of them, which has a random size in every scheme.
+    """
+    given, scheme, (_, shares) = context.loader.max_physical_batch_size, context.scheme, context.layout.share
+    L = scheme.expected_size / shares
+    is_random = scheme.has_random_size or shares > 1
+    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate / shares)) if is_random else 0.0
     wanted = max(_SMALLEST, math.ceil(L + spread))
     return wanted if given is None else min(wanted, max(_SMALLEST, given))
 
