@@ -233,7 +233,7 @@ def test_too_few_rows_for_noised_labels_cost_nothing(tmp_path):
     few = tmp_path / "few.csv"
     few.write_text("age,bought\n20,no\n70,yes\n")
     result = clipwise("train", few, "--target", "bought", "--epsilon", 3, "--out", tmp_path / "run", *FAST[:2])
-    refused(result, "2 rows are too few", "--labels")
+    refused(result, "With 2 training rows and this budget", "--labels")
     assert not (tmp_path / "run").exists()
 
 

@@ -24,7 +24,7 @@ from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency
 from tests.layers.clipped.cases import CASES, inputs
 from tests.layers.clipped.cases import clipped as clipped_case
 from tests.runs import data, losses_of, network, private_run, train
@@ -152,11 +152,6 @@ def test_constants_that_disagree_with_the_layers_are_refused() -> None:
         with pytest.raises(ConfigurationError, match="layer '0' has"):
             private_run(clipped(), clipping=given)
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
-
-
-def test_units_other_than_records_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="single records"):
-        Backprop().attach(site(clipped(), unit=Unit.MICROBATCH))
 
 
 def test_sensitivities_and_the_joint_multiplier() -> None:

@@ -140,9 +140,8 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
             if has_code_of_its_own(module):
                 raise UnsupportedModelError(
                     f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks or an overridden forward, which a "
-                    "clipped layer would not call: remove them, and register hooks on the clipped layer instead. "
-                    "(weight_norm and prune of torch.nn.utils are hooks too: use the layer without them, or train "
-                    "with PerExample(max_norm=...).)"
+                    "clipped layer would not call: remove them, or train with PerExample(max_norm=...). (weight_norm "
+                    "and prune of torch.nn.utils are hooks too.)"
                 )
             found[name] = module
             inside.update(module.modules())
