@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.linear import ParameterRule
 from clipwise.lipschitz.rule import Call, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import INSTEAD, function_rule, module_rule, require_rule
@@ -63,7 +63,7 @@ class Network:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     rounding: Rounding
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
 
     @cached_property
     def uses(self) -> Mapping[str, int]:

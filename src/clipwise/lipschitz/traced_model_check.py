@@ -30,7 +30,7 @@ from clipwise.gradients.outline import ACCUMULATE
 from clipwise.gradients.walk import graph_nodes
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
@@ -129,7 +129,7 @@ class AsTraced:
         )
 
 
-def _hides_a_number(step: Step) -> bool:
+def _hides_a_number(step: GraphStep) -> bool:
     """The 3 of x + 3, and the rate of a dropout: autograd graphs do not show them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout

@@ -92,7 +92,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Released:
+class SearchResult:
     """The release of a search: the settings of the best run and its noised score, without the number of runs."""
 
     settings: dict[str, Any]
@@ -100,7 +100,9 @@ class Released:
     output: Any
 
 
-def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]) -> Released | None:
+def select(
+    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
+) -> SearchResult | None:
     """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
@@ -111,7 +113,7 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
     """
     random = np.random.default_rng()  # seeded by the operating system, because the number of runs is secret
     key = NoiseKey.fresh()
-    best: tuple[float, Released] | None = None
+    best: tuple[float, SearchResult] | None = None
     for _ in range(Repetitions(plan.mean, plan.shape).draw(random)):
         settings = point(space, random.random(len(space)).tolist())
         right, size, output = run(settings)
@@ -119,7 +121,7 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
         key.advance()
         score = right + noise
         if best is None or score > best[0]:
-            best = score, Released(settings, score / size, output)
+            best = score, SearchResult(settings, score / size, output)
     key.wipe()
     return None if best is None else best[1]
 
@@ -144,7 +146,7 @@ class Found:
     """The plan of a search over a recipe, and the best run if there was one."""
 
     plan: SelectionPlan
-    released: Released | None
+    released: SearchResult | None
 
     def in_words(self) -> list[str]:
         """The result in sentences. They do not reveal the number of runs."""

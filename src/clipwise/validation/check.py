@@ -185,7 +185,7 @@ Pass = Callable[[], object]  # runs model and loss on a batch
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """Inputs and outputs of one layer call."""
 
     name: str
@@ -221,14 +221,14 @@ def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: 
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Call]]:
+def recorded(model: nn.Module) -> Iterator[list[LayerCall]]:
     """Record every layer call in this block, in the order in which calls end."""
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def ended(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             copies = [[t.detach().clone() for t in tensors_in(x)] for x in ([*args, kwargs], output)]
-            calls.append(Call(name, type(module).__name__, *copies))
+            calls.append(LayerCall(name, type(module).__name__, *copies))
 
         return hook
 

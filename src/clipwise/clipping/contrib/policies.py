@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipwise.clipping.base import Site
 from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
-from clipwise.clipping.contrib.typical import OF, Estimated, Measured, ReleasedNorms, Typical
+from clipwise.clipping.contrib.typical import OF, Estimated, PublicNorms, ReleasedNorms, Typical
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.deprecation import renamed_fields
@@ -24,7 +24,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool, whole, with_plain_numbers
 
-Source = PublicData | ReleasedNorms
+NormSource = PublicData | ReleasedNorms
 
 
 class NormPolicy(Policy):
@@ -33,7 +33,7 @@ class NormPolicy(Policy):
     `grouped_by` is the argument with the groups h; the other fields are those of `Adaptive`.
     """
 
-    public: Source
+    public: NormSource
     of: str
     every: Every
     microbatch_size: int | None
@@ -51,7 +51,7 @@ class NormPolicy(Policy):
         if isinstance(self.public, ReleasedNorms):
             typical = Estimated(self.public, site.parameters, layers)
         else:
-            typical = Measured(self.public, site, layers, self.of, self.microbatch_size)
+            typical = PublicNorms(self.public, site, layers, self.of, self.microbatch_size)
         return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
     def public_data(self) -> tuple[PublicData, ...]:
@@ -161,7 +161,7 @@ class Multipliers(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "optimal"
     of: str = "example"
     every: Every = "epoch"
@@ -243,7 +243,7 @@ class Adaptive(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "enhanced"
     of: str = "example"
     every: Every = "epoch"
@@ -286,7 +286,7 @@ class ByNorm(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     groups: int = 4
     among: Groups = "layer"
     grouped_by: ClassVar[str] = "among"

@@ -66,7 +66,7 @@ class Typical(ABC):
         return found is not None
 
 
-class Measured(Typical):
+class PublicNorms(Typical):
     """Norms on public data at the current weights, which are released, so the norms are public: see `mean_norms`."""
 
     def __init__(self, public: PublicData, site: Site, *arguments: Any) -> None:

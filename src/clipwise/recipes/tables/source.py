@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
@@ -283,7 +283,9 @@ def _declared_target(
     return declared if labels is None else Target(declared.name, task, tuple(str(each).strip() for each in labels))
 
 
-def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> tuple[Target, tuple[float, ...], str]:
+def _target_from(
+    target: Target, released: ReleasedCounts, bins: Bins, rows: int
+) -> tuple[Target, tuple[float, ...], str]:
     """The complete target, the noised counts of its labels, and a line for the statement."""
     if target.labels is not None:
         of_labels = released.histograms.get(LABELS)
@@ -307,7 +309,8 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
                 "a schema ([target] range = [LOW, HIGH]), or raise epsilon."
             )
         how = "noised" if released.std[target.name] else "exact"
-        line = f"the target is a number from {statistics.shown(bounds[0])} to {statistics.shown(bounds[1])}, by {how} counts"
+        low, high = map(statistics.shown, bounds)
+        line = f"the target is a number from {low} to {high}, by {how} counts"
         return Target(target.name, range=bounds), (), line
     if len(shown) < 2:
         raise ConfigurationError(
