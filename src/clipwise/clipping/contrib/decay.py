@@ -26,12 +26,12 @@ _LEAST = 1e-6
 Every = str | int | None  # "epoch", a number of steps, or never
 
 
-def require_every(every: object, who: str, never: bool = True) -> None:
+def require_every(every: object, owner: str, never: bool = True) -> None:
     """Raise if `every` is neither "epoch" nor a number of steps, nor (if `never`) None."""
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not (is_count or every in (("epoch", None) if never else ("epoch",))):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
-        raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
+        raise ConfigurationError(f"{owner}: every={every!r} is not known: use {choices}.")
 
 
 def saved_releases(state: Mapping[str, Any], what: str) -> int:

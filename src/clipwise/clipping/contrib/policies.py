@@ -45,8 +45,8 @@ class NormPolicy(Policy):
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         """The constants for one model, with norms measured at its current weights."""
-        who = f"{type(self).__name__}: {self.grouped_by}"
-        layers = group_parameters(getattr(self, self.grouped_by), site.parameters, who)
+        owner = f"{type(self).__name__}: {self.grouped_by}"
+        layers = group_parameters(getattr(self, self.grouped_by), site.parameters, owner)
         typical: Typical
         if isinstance(self.public, ReleasedNorms):
             typical = Estimated(self.public, site.parameters, layers)
@@ -60,20 +60,20 @@ class NormPolicy(Policy):
     def require_measurable(self) -> None:
         """Raise if the source or the settings give no norms; called first in `__post_init__`."""
         with_plain_numbers(self)
-        who, microbatch_size = type(self).__name__, self.microbatch_size
-        require_every(self.every, who)
+        owner, microbatch_size = type(self).__name__, self.microbatch_size
+        require_every(self.every, owner)
         if not isinstance(self.public, ReleasedNorms):
-            require_public(self.public, who, instead="; without public data, pass ReleasedNorms()")
+            require_public(self.public, owner, instead="; without public data, pass ReleasedNorms()")
         elif self.every is None:
             raise ConfigurationError(
-                f"{who}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
+                f"{owner}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
                 "number of steps with ReleasedNorms()."
             )
-        object.__setattr__(self, "of", one_of(f"{who}: of", self.of, OF))
+        object.__setattr__(self, "of", one_of(f"{owner}: of", self.of, OF))
         if microbatch_size is not None:
-            whole(f"{who}: microbatch_size", microbatch_size, least=1)
+            whole(f"{owner}: microbatch_size", microbatch_size, least=1)
             if self.of != "microbatch":
-                raise ConfigurationError(f"{who}: microbatch_size requires of='microbatch'.")
+                raise ConfigurationError(f"{owner}: microbatch_size requires of='microbatch'.")
 
     def require_lengths(self, why: str) -> None:
         """Raise if the source is `ReleasedNorms`, which gives only ratios of norms."""
