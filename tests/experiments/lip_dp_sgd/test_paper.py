@@ -11,6 +11,9 @@ from experiments.lip_dp_sgd import paper
 from experiments.lip_dp_sgd.claims import METHODS
 
 
+pytestmark = pytest.mark.integration
+
+
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     out = tmp_path_factory.mktemp("lip")
