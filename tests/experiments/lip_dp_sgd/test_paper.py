@@ -10,7 +10,6 @@ from experiments.harness.runner import Options, reproduce
 from experiments.lip_dp_sgd import paper
 from experiments.lip_dp_sgd.claims import METHODS
 
-
 pytestmark = pytest.mark.integration
 
 
