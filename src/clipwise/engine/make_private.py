@@ -297,38 +297,26 @@ def _draws(scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy
 
 
 def _views(multiplicity: object, augmentation: Views | None, strategy: Strategy) -> Views | None:
-    multiplicity = plain(multiplicity)
-    if isinstance(multiplicity, bool) or not isinstance(multiplicity, int) or multiplicity < 1:
-        raise ConfigurationError(
-            f"augmentation_multiplicity={multiplicity!r} is not possible: give a whole number of at least 1, or "
-            "augmentation=clipwise.augment.Views(K, ...)."
-        )
+    count = whole("augmentation_multiplicity", multiplicity, least=1)
     if augmentation is None:
-        views = None if multiplicity == 1 else Views(multiplicity)
+        if count == 1:
+            return None
+        augmentation = Views(count)
     elif not isinstance(augmentation, Views):
         raise ConfigurationError(
             f"augmentation must be clipwise.augment.Views(K, ...), not {type(augmentation).__name__}. "
             "augmentation_multiplicity=K repeats each row K times."
         )
-    elif multiplicity != 1:
+    elif count != 1:
         raise ConfigurationError("Give augmentation or augmentation_multiplicity, not both: Views(K, ...) holds K.")
-    else:
-        views = augmentation
-    if views is not None:
-        strategy.require_views()
-    return views
+    strategy.require_views()
+    return augmentation
 
 
 def _averages(ema: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
     if ema is None or isinstance(ema, AveragedParameters):
         return ema
-    decay: object = plain(ema)
-    number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
-    if not (number and 0 <= ema < 1):
-        raise ConfigurationError(
-            f"ema must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not {ema!r}."
-        )
-    return AveragedParameters(model, float(ema))
+    return AveragedParameters(model, number("ema", ema, least=0, below=1))
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:

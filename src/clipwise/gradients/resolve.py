@@ -129,10 +129,9 @@ class Resolver:
         finding = self.findings.get(graph.outline)
         if finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
-        if not is_tracing():
-            finding.used += 1
-            if finding.used % _PROBE_AGAIN_AFTER == 0:
-                return None
+        finding.used += 1
+        if finding.used % _PROBE_AGAIN_AFTER == 0 and not is_tracing():
+            return None
         if not graph.uses or graph.plan is not finding.plan:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
