@@ -111,14 +111,7 @@ class VectorClipping(Strategy):
 
 
 class VectorClipper(Clipper):
-    """A clipper with bounds that are the norms of its constants times a factor.
-
-    Args:
-        constants: the constants of the parts.
-        factor: the sensitivity of part k over C_k.
-        vectors: the expected number of clipped vectors per step.
-        statistics: layer statistics released with the gradient.
-    """
+    """A clipper whose sensitivity of part k is `factor` C_k, for an expected number of clipped `vectors` per step."""
 
     _memory: Memory
 
