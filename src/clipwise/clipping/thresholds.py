@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Site, damaged
+from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number, with_plain_numbers
 
@@ -171,7 +171,7 @@ class Constants:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore a `state_dict`. Returns whether anything changed."""
+        """Restore a `state_dict`; any exception if it is invalid. Returns whether anything changed."""
         return False
 
 
@@ -339,12 +339,6 @@ class QuantileNorms(Constants):
         return {"norms": dict(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        norms = state.get("norms")
-        if not (
-            isinstance(norms, dict)
-            and norms.keys() == self.norms.keys()
-            and all(isinstance(C, float) and self._least[k] <= C <= self._most[k] for k, C in norms.items())
-        ):
-            raise damaged("its norms are missing or out of range")
-        self.norms.update(norms)
+        saved = state["norms"]
+        self.norms = {k: number(k, saved[k], least=self._least[k], most=self._most[k]) for k in self.norms}
         return True
