@@ -63,10 +63,6 @@ class NormDecay(NormRule):
         with_plain_numbers(self)
         number("NormDecay: factor", self.factor, above=0, most=1)
         require_every(self.every, "NormDecay", never=False)
-        if isinstance(self.max_norm, NormRule):
-            raise ConfigurationError(
-                "NormDecay: max_norm must be a number, or one for each part; an adaptive max_norm is not supported."
-            )
         require_max_norm(self.max_norm)
 
     def constants(self, parts: Groups | Policy, site: Site) -> Constants:
