@@ -80,6 +80,7 @@ def test_images_too(mode: str, bound: str, recorded: list[Recorded]) -> None:
     assert replays(recorded) > 0
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
 def test_by_passes_too(

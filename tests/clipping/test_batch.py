@@ -128,7 +128,7 @@ def test_each_part_has_a_bound_of_its_own() -> None:
         assert length <= C and length == pytest.approx(C, rel=2e-6)
 
 
-def test_nobody_adds_nothing() -> None:
+def test_no_example_adds_nothing() -> None:
     on = model()
     for strategy in (Batch(), Batch(1.0, 3, "layer")):
         assert norm(attached(strategy, on).clipped_sum(losses(on, rows=0))) == 0

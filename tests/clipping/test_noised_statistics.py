@@ -167,6 +167,7 @@ def test_whatever_is_released_the_variance_stays_positive_and_finite(values: lis
     assert bool(layer.running_var.isfinite().all() and layer.running_mean.isfinite().all())
 
 
+@pytest.mark.slow
 def test_without_noise_it_finds_the_statistics_that_public_data_would_give() -> None:
     """Of every layer, the later ones too. Centre and scale of the data are far from where the buffers begin."""
     torch.manual_seed(1)

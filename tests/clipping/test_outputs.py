@@ -53,7 +53,7 @@ def test_losses_of_other_rows_are_found(name: str) -> None:
     assert bool(gradients_at_outputs(COUPLED[name](o, Y), o, {})[1])
 
 
-def test_hooks_inside_the_loss_are_seen() -> None:
+def test_hooks_inside_the_loss_are_detected() -> None:
     """The operations are known, and a hook mixes the rows of their gradient."""
     for mixes in (lambda g: g + g.mean(0), lambda g: g / g.norm()):
         o = outputs()
@@ -63,7 +63,7 @@ def test_hooks_inside_the_loss_are_seen() -> None:
         assert bool(gradients_at_outputs(losses, o, {})[1])
 
 
-def test_a_hook_on_a_node_of_the_loss_is_seen() -> None:
+def test_a_hook_on_a_node_of_the_loss_is_detected() -> None:
     o = outputs()
     losses = F.cross_entropy(o, Y, reduction="none")
     assert losses.grad_fn is not None

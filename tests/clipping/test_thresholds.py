@@ -78,6 +78,7 @@ def test_a_quantile_for_one_part_only_is_refused() -> None:
 # What is released
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     st.sampled_from(range(len(PARTS))),
@@ -230,6 +231,7 @@ def test_an_empty_batch_releases_a_noised_count() -> None:
     assert moved[0] != 2.0 and math.isclose(moved[1], 2.0)
 
 
+@pytest.mark.slow
 def test_the_noise_of_the_count_has_the_stated_size() -> None:
     """From f = (log C_before - log C_after) / learning_rate + target, against the count without noise."""
     rate, rounds, noise = 1e-3, 300, []
@@ -250,6 +252,7 @@ def test_the_noise_of_the_count_has_the_stated_size() -> None:
 # What it learns
 
 
+@pytest.mark.slow
 def test_without_noise_it_finds_the_quantile() -> None:
     on = network()
     frozen = torch.optim.SGD(on.parameters(), lr=0.0)
@@ -482,7 +485,7 @@ def test_gradients_are_scaled_by_the_bound_of_their_step() -> None:
         on.zero_grad()
 
 
-def test_the_statement_says_that_the_bound_adapts() -> None:
+def test_the_statement_states_that_the_bound_adapts() -> None:
     on, private = private_run(clipping=PerExample(quantile()))
     train(on, private, 2)
     text = str(private.statement())

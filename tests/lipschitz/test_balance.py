@@ -79,6 +79,7 @@ def test_the_noise_reaches_its_minimum() -> None:
     assert least * (1 - 1e-6) <= found <= 1.17 * least < 0.5 * sum(terms)
 
 
+@pytest.mark.slow
 def test_weights_stay_within_their_limits() -> None:
     model = image_network()
     with torch.no_grad():

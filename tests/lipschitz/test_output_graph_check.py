@@ -30,6 +30,7 @@ def net() -> nn.Sequential:
 X = torch.randn(5, 1, 6, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_of_the_traced_model_are_accepted_for_every_batch_size(family: str) -> None:

@@ -197,7 +197,7 @@ def test_noise_of_the_step_before_is_caught() -> None:
     assert worst(stale, one, other) > 1.5
 
 
-def test_a_clip_that_forgets_the_scales_is_caught() -> None:
+def test_a_clip_without_the_scales_is_detected() -> None:
     case = _named("linear")
     model, (mine, removed, _) = case.build(), adversary(case)
     strategy = strategy_of("paper", case, torch.float64)

@@ -303,7 +303,7 @@ class LipschitzClipper(Clipper):
             return self.nothing()
         self._require_as_bounded(outputs)
         gradients, coupled = gradients_at_outputs(losses, outputs, self._parameters)
-        # Both answers are read in one transfer, since each read synchronizes with the device.
+        # Both flags are read in one transfer, since each read synchronizes with the device.
         moved = torch.as_tensor(self._watch.has_moved(), device=coupled.device)
         has_moved, are_coupled = torch.stack([moved, coupled]).tolist()
         self._require_unchanged(has_moved)

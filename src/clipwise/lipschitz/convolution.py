@@ -132,15 +132,15 @@ class ConvolutionRule(AffineRule):
     def measured(self, effort: Effort) -> Measurements:
         """The norms of every affine map, and those that `operator_from` needs besides."""
         weight = self.module.weight.detach().double()
-        by_group = weight.reshape(self.groups, weight.shape[0] // self.groups, weight.shape[1], -1)
-        sizes = by_group.abs()
+        per_group = weight.reshape(self.groups, weight.shape[0] // self.groups, weight.shape[1], -1)
+        sizes = per_group.abs()
         found = super().measured(effort) | {
             "most into an output": sizes.sum((2, 3)).amax(),
             "most out of an input": sizes.sum(1).sum(2).amax(),
         }
-        if by_group.shape[1] < by_group.shape[2] or effort == "tight":
+        if per_group.shape[1] < per_group.shape[2] or effort == "tight":
             # With more inputs than outputs this form of W has fewer rows, so noise in it has a smaller norm.
-            found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
+            found["scattering"] = Spectral(per_group.transpose(2, 3).flatten(1, 2))
         return found | ({"torus": torus_bound(weight, self.groups, self.windows)} if effort == "tight" else {})
 
     def joined(self, found: Norms) -> dict[str, float]:

@@ -348,6 +348,7 @@ def test_positions_without_a_gradient_do_not_loosen_the_bound_of_a_table() -> No
     assert float(lookup_norm(ids_BT, 0 * g_BTd)) < 1e-100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_clipped_attention_exports_with_any_number_of_examples(masked: bool) -> None:
     torch.manual_seed(0)

@@ -143,17 +143,17 @@ class Convolution(Map):
         return math.sqrt(most), math.sqrt(cover)
 
     def squares(self, x: Tensor) -> Tensor:
-        by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
+        per_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
         if fits(x):
-            found = measures(by_group.flatten(3).flatten(0, 1).mT, square=True).square
+            found = measures(per_group.flatten(3).flatten(0, 1).mT, square=True).square
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])
-        by_group = at_least_float32(by_group)
-        square = by_group.square().sum(2).double()
+        per_group = at_least_float32(per_group)
+        square = per_group.square().sum(2).double()
         if not square.is_cuda and not math.isfinite(float(square.sum())):  # overflow in float32
-            square = by_group.double().square().sum(2)
+            square = per_group.double().square().sum(2)
         # Allow for squares that underflow.
-        return square.add_(by_group.shape[2] * torch.finfo(by_group.dtype).tiny)
+        return square.add_(per_group.shape[2] * torch.finfo(per_group.dtype).tiny)
 
     def window_lengths(self, squares: Tensor) -> Tensor:
         if any(self.listed):
