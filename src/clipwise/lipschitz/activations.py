@@ -27,17 +27,16 @@ def elementwise_rule(constants: SlopeBounds, rounding: Rounding) -> Rule:
     """y = f(x) with |f'| <= slope, |f(0)| and the largest |f| as given: |y| <= slope |x| + sqrt(n) |f(0)|."""
     slack = 1 + rounding.of_elements
     gain, at_zero, most = (slack * c for c in constants)
-    return PlainRule(lambda x: _reach(x, gain, at_zero, most), gain)
 
+    def bound(x: Reach) -> Reach:
+        return Reach.of(
+            x.shape,
+            norm=gain * x.norm + math.sqrt(x.size) * at_zero,
+            row=gain * x.row + math.sqrt(x.shape[-1] if x.shape else 1) * at_zero,
+            entry=min(gain * x.entry + at_zero, most),
+        )
 
-def _reach(x: Reach, gain: float, at_zero: float = 0.0, most: float = math.inf) -> Reach:
-    last = x.shape[-1] if x.shape else 1
-    return Reach.of(
-        x.shape,
-        norm=gain * x.norm + math.sqrt(x.size) * at_zero,
-        row=gain * x.row + math.sqrt(last) * at_zero,
-        entry=min(gain * x.entry + at_zero, most),
-    )
+    return PlainRule(bound, gain)
 
 
 def activation_rule(call: Call) -> Rule:

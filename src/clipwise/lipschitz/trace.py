@@ -30,16 +30,13 @@ _TAKE_SIZES = ("view", "reshape")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the network.
-
-    `where` names it in messages. `parameters` maps its module's names to the model's.
-    """
+    """One operation of the network."""
 
     name: str
-    where: str
+    where: str  # its name in messages
     rule: Rule
     inputs: tuple[str, ...]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str]  # from its module's names to the model's
 
 
 @dataclass(frozen=True)

@@ -152,19 +152,12 @@ _FOLLOWS = ("_sym_", "_sizes", "_strides", "_options")  # saved shapes; shapes a
 
 
 class Spot(NamedTuple):
-    """The description of one graph node.
+    """The description of one graph node."""
 
-    Args:
-        name: of its operation; "parameter" for a node that accumulates a parameter's gradient.
-        leads: for each gradient that it returns, the index of the receiving node and of that node's input.
-        shapes: of the gradients that it receives.
-        settings: saved attributes by name, except tensors; norm and shape of a clip; the name of a parameter.
-    """
-
-    name: str
-    leads: Sequence[tuple[int | None, int]]
-    shapes: Shapes
-    settings: tuple[tuple[str, Any], ...]
+    name: str  # of its operation; "parameter" for a node that accumulates a parameter's gradient
+    leads: Sequence[tuple[int | None, int]]  # where each gradient that it returns goes: a node, and an input of it
+    shapes: Shapes  # of the gradients that it receives
+    settings: tuple[tuple[str, Any], ...]  # saved attributes, except tensors; norm and shape of a clip; a name
 
     @property
     def words(self) -> str:

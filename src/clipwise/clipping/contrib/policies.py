@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
+from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.contrib.typical import OF, Estimated, PublicNorms, ReleasedNorms, Typical
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
@@ -121,7 +121,7 @@ class Following(Constants):
         return {"releases": self._releases, **self._typical.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = saved_releases(state, "constants")
+        releases = whole("releases", state["releases"])
         self._typical.load_state_dict(state)
         self._releases = releases
         return self._take_over()

@@ -201,14 +201,8 @@ class ClippedLayer(nn.Module, ABC):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the constants saved with the weights: the input clip is part of the network's function."""
-        try:
-            input_norm, grad_norm, *choices = state.tolist()
-            mode, bound = (names[int(i)] for names, i in zip((MODES, BOUNDS), choices, strict=True))
-        except (AttributeError, ValueError, TypeError, IndexError):
-            raise ConfigurationError(
-                f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
-                "Load it with strict=False and without its '_extra_state', and give clip_inputs its constants."
-            ) from None
+        input_norm, grad_norm, mode_number, bound_number = state.tolist()
+        mode, bound = MODES[int(mode_number)], BOUNDS[int(bound_number)]
         if (mode, bound) != (self.constants.mode, self.constants.bound):
             raise ConfigurationError(
                 f"Layer {self.name!r} was saved with other settings than it has here: call clip_inputs(..., "
