@@ -42,11 +42,6 @@ def figure(value: float, digits: int = 4) -> str:
     return rounded_up(value, digits) if math.isfinite(value) else "infinite"
 
 
-def percent(share: float, digits: int = 3) -> str:
-    """An upper bound on a share, in percent, rounded up; at most 100%."""
-    return f"{rounded_up(min(100.0, 100 * share), digits)}%"
-
-
 def setting(value: Any) -> str:
     """A value of the configuration: numbers without superfluous digits, lists with commas."""
     if isinstance(value, float):

@@ -225,9 +225,9 @@ def what_moves(parts: Sequence[Part], unit: Unit) -> str:
     return found
 
 
-def percent(share: float) -> str:
-    """Round up to four significant digits, in percent."""
-    return f"{rounded_up(100 * share)}%"
+def percent(share: float, digits: int = 4) -> str:
+    """An upper bound on a share, in percent, rounded up; at most 100%."""
+    return f"{rounded_up(min(100.0, 100 * share), digits)}%"
 
 
 def small(value: float) -> str:

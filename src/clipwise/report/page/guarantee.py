@@ -107,7 +107,10 @@ def _people(record: RunRecord) -> Html:
 def _beliefs(unit: str, risks: Risks) -> Html:
     rows = []
     for prior in words.PRIORS:
-        beliefs = [f"{100 * prior:g}%", *(words.percent(risks.posterior(prior, alarms)) for alarms in (0.01, 0.001))]
+        beliefs = [
+            f"{100 * prior:g}%",
+            *(wording.percent(risks.posterior(prior, alarms), 3) for alarms in (0.01, 0.001)),
+        ]
         all_odds = [words.odds(p) for p in (prior, *(risks.posterior(prior, alarms) for alarms in (0.01, 0.001)))]
         rows.append([markup(p, tag("small", f"odds {o}")) for p, o in zip(beliefs, all_odds, strict=True)])
     head = ("before", "after an alarm, at most: attack with 1% false alarms", "attack with 0.1% false alarms")
@@ -115,8 +118,8 @@ def _beliefs(unit: str, risks: Risks) -> Html:
 
 
 def _detected(risks: Risks) -> Html:
-    rows = [(f"{100 * rate:g}%", words.percent(risks.power(rate), 4)) for rate in (0.001, 0.01, 0.1)]
-    rows.append(("largest difference", words.percent(risks.advantage, 4)))
+    rows = [(f"{100 * rate:g}%", wording.percent(risks.power(rate))) for rate in (0.001, 0.01, 0.1)]
+    rows.append(("largest difference", wording.percent(risks.advantage)))
     return table("Detection by the best attack", ("false alarms", "detected, at most"), rows, numeric=True)
 
 
@@ -173,7 +176,7 @@ def tradeoff_chart(record: RunRecord) -> Html:
         (
             ("false alarms", "missed, at least", "detected, at most"),
             [
-                (f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", words.percent(risks.power(a), 4))
+                (f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", wording.percent(risks.power(a)))
                 for a in SHOWN
             ],
         ),
