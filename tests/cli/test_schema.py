@@ -66,7 +66,7 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     refused(clipwise("schema", data, "--target", "age", "--task", "rank", "-o", out), "--task")
     refused(clipwise("schema", data, "--epsilon", 0, "-o", out), "--epsilon")
     refused(clipwise("schema", data, "--ledger", tmp_path / "l", "-o", out), "--ledger needs --epsilon")
-    refused(clipwise("schema", data, "-o", tmp_path / "no" / "s.toml"), "no folder")
+    refused(clipwise("schema", data, "-o", data / "s.toml"), "cannot be written")
     out.write_text("")
     refused(clipwise("schema", data, "-o", out), "exists already")
     refused(clipwise("schema", data, "--encoding", "klingon", "-o", tmp_path / "2"), "--encoding klingon")

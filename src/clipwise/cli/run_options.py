@@ -199,7 +199,7 @@ class Releases:
     @property
     def is_seeded(self) -> bool:
         """Whether any run had a given seed, so that it claims no guarantee."""
-        return multi_run.are_seeded(self.runs)
+        return any(about.get("seeded") is True for run in self.runs for about in run.about)
 
     @property
     def is_shared(self) -> bool:
@@ -302,8 +302,6 @@ def table_of(
             bounded.add(name)
         except UnsupportedEventError:
             table.add_row(heading, "-", why_not)
-        except ImportError:
-            table.add_row(heading, "-", "needs the package dp-accounting")
     if "gdp" not in bounded:  # otherwise the run is one Gaussian mechanism, and nothing is approximated
         approximate = accounting.central_limit_of(history).epsilon_if_it_were_true(delta)
         table.add_row("central limit", f"({approximate:.4g})", "no guarantee: may be too low")

@@ -135,7 +135,7 @@ def _timed(
         steps=_STEPS,
         noise_multiplier=1.0,
         max_physical_batch_size=max(1, PHYSICAL_BATCH // settings.views),
-        augmentation=encoder.views(settings.views) if settings.views > 1 else None,
+        augmentation=encoder.views(settings.views),
         loss=loss,
     ) as private:
         model.train()

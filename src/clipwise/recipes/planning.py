@@ -9,13 +9,12 @@ from fractions import Fraction
 import numpy as np
 
 from clipwise import accounting
-from clipwise.accounting import gaussian
 from clipwise.engine.plan import planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.recipes.building import device_of
 from clipwise.recipes.config import Choices
-from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
+from clipwise.recipes.counts import STRING_SHARE, NoisedCounts, noise_multiplier_for
 from clipwise.recipes.kind import Settings, Source
 from clipwise.recipes.sources import open_source
 from clipwise.sampling.schemes import make_scheme
@@ -129,12 +128,8 @@ def default_delta(rows: int) -> float:
 
 
 def counts_event(share: float, epsilon: float, delta: float) -> Event:
-    """The release of noised counts with this share of the budget.
-
-    Squares of mu = sensitivity / noise add up under composition. The counts get this share of the square of the largest
-    mu that one Gaussian mechanism with the budget could have.
-    """
-    z = 1 / (math.sqrt(share) * gaussian.largest_mu(epsilon, delta))
+    """The release of noised counts with this share of the budget."""
+    z = noise_multiplier_for(share, epsilon, delta)
     event = NoisedCounts(z, lambda _: None, delta=STRING_SHARE * delta).event(strings=True)
     return replace(event, purpose="preparation")
 

@@ -162,7 +162,7 @@ def private_run(run: PreparedRun, model: nn.Module, ledger: FileLedger) -> Priva
         ledger=ledger,
         seed=plan.choices.seed,
         max_physical_batch_size=max(1, PHYSICAL_BATCH // settings.views),
-        augmentation=run.encoder.views(settings.views) if settings.views > 1 else None,
+        augmentation=run.encoder.views(settings.views),
         ema=settings.ema,
         loss=batch_loss(run.encoder, model),
     )

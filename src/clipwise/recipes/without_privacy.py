@@ -25,7 +25,7 @@ def train_plainly(
     batches = BatchSampler(RandomSampler(data), settings.batch_size, drop_last=False)
     loader = DataLoader(data, batch_size=None, sampler=batches)
     optimizer, loss = make_optimizer(model, settings), batch_loss(encoder, model)
-    views = encoder.views(settings.views) if settings.views > 1 else None
+    views = encoder.views(settings.views)
     average = None if settings.ema is None else AveragedParameters(model, settings.ema)
     model.train()
     step = 0

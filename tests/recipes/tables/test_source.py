@@ -238,7 +238,7 @@ def test_models_and_settings(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match="logistic"):
         encoder.model("forest")
     for rows, epsilon, preset in ((2, 0.1, "fast"), (500, 1.0, "best"), (10**6, 8.0, "fast")):
-        chosen = encoder.defaults(rows, epsilon, preset)
+        chosen = source.defaults(rows, epsilon, preset)
         assert 1 <= chosen.batch_size <= rows and chosen.epochs > 0 and 0 < chosen.counts_share < 1
         encoder.model(chosen.model)
 
