@@ -142,7 +142,7 @@ def test_callers_may_draw_at_the_same_time() -> None:
             assert torch.equal(found, alone)
 
 
-def test_a_draw_of_one_chunk_asks_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_of_one_chunk_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     pool = noise._pool
     monkeypatch.setattr(noise, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads))

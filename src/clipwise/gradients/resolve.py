@@ -94,12 +94,15 @@ class Resolver:
             self.findings.clear()  # an unrolled network has a new graph for each sequence length
             self.growths.clear()
         found = self._recall(graph)
-        self.probing.note(graph, was_probed=found is None)
-        return found or self.probe(graph)
+        if found is not None:
+            self.probing.recent.append(False)
+            return found
+        self.probing.note(graph)
+        return self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
         """Raise if a tensor classified as DERIVED grows with the batch."""
-        if is_tracing() or not graph.plan.taken_for_derived:  # a trace is for one size, and its tensors have no values
+        if not graph.plan.taken_for_derived or is_tracing():  # a trace is for one size, and its tensors have no values
             return
         growths = self.growths.setdefault(graph.outline, {})
         for index in graph.plan.taken_for_derived:

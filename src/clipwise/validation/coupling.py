@@ -241,6 +241,7 @@ class IndependenceProbe:
         wiring = hash(tuple(names))
         if wiring in self._wirings:
             return self._wirings[wiring]
+        require_not_rerun(*names)
         if len(self._wirings) >= _MOST_WIRINGS:
             self._wirings.clear()
         seen: Counter[Pattern] = Counter()
@@ -355,7 +356,6 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
             if child not in entered:
                 entered.add(child)
                 nodes.append(child)
-    require_not_rerun(*names)
     return nodes, names
 
 

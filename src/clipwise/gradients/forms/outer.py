@@ -194,7 +194,7 @@ class Outer(Product):
         """Both operands, the smaller one scaled. Operands in bfloat16 stay so if that error is stated."""
         left, right = self._padded()
         short = {left.dtype, right.dtype} == {torch.bfloat16} and self._arithmetic is not IEEE
-        dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
+        dtype = torch.bfloat16 if short else self.dtype
 
         def scaled(x_BTm: Tensor) -> Tensor:
             """w_i times the rows of example i. Cached, since several layers may share an input of many positions."""
@@ -202,7 +202,7 @@ class Outer(Product):
             def make() -> Tensor:
                 return (x_BTm * w_B.to(torch.promote_types(x_BTm.dtype, torch.float32))[:, None, None]).to(dtype)
 
-            return make() if x_BTm.shape[1] == 1 else last.of(x_BTm, make, w_B, dtype)
+            return make() if x_BTm.shape[1] == 1 else (self._last_scaled or Last()).of(x_BTm, make, w_B, dtype)
 
         if left.shape[-1] <= right.shape[-1]:
             return scaled(left), right.to(dtype)
