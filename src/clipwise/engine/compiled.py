@@ -100,6 +100,13 @@ class CompiledStep:
     def _stays_eager(self) -> bool:
         return not (self._captures or self._traces)
 
+    @property
+    def form(self) -> str:
+        """How steps are taken now: "captured", "traced" or "eager"."""
+        if self._captured is None:
+            return "eager"
+        return "captured" if isinstance(self._captured, Captured) else "traced"
+
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
@@ -181,8 +188,7 @@ class CompiledStep:
         held = self._traced if self._captured is None else self._captured
         if held is None:
             return False
-        in_cuda_graph = isinstance(self._captured, Captured)
-        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
+        is_changed = self._traced is not None and self.form != "captured" and not self._traced.is_current
         return is_changed or held.bounds != bounds_of(self._context)
 
     def _is_examined(self) -> bool:
