@@ -75,8 +75,8 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     def _build(self, features: int, outputs: int) -> nn.Module:
         if isinstance(self.module, nn.Module):
             raise ConfigurationError(
-                "module must be a function from the numbers of features and outputs to a new torch module, not a module: "
-                "each fit begins with new weights."
+                "module must be a function from the numbers of features and outputs to a new torch module, not a "
+                "module: each fit begins with new weights."
             )
         if self.module is not None:
             return self.module(features, outputs)
