@@ -80,12 +80,13 @@ def test_images_too(mode: str, bound: str, recorded: list[Recorded]) -> None:
     assert replays(recorded) > 0
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
 def test_by_passes_too(
     mode: str, bound: str, value: float, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU (linear_map_kernels.py), in float32, with rows that fill up and one that is not finite."""
+    """As on a GPU (linear_map.py), in float32, with rows that fill up and one that is not finite."""
     x, y = images().tensors
     x[3, 0, 2, 2] = value
     runs = []

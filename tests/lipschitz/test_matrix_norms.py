@@ -117,6 +117,7 @@ convolutions = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @given(c=convolutions)
 def test_operator_bounds_of_convolutions_are_never_below_the_svd(c: dict[str, int]) -> None:

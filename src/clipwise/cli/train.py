@@ -158,7 +158,8 @@ def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, An
             is_complete = train_run(run, display.watch, stop)
         if not is_complete:
             hint = f"Continue with: clipwise train --resume {folder.path}"
-            display.warn(f"Interrupted. {hint if run.plan.event is not None else 'A run without privacy begins anew.'}")
+            restart = "A run without privacy cannot be continued."
+            display.warn(f"Interrupted. {hint if run.plan.event is not None else restart}")
             raise typer.Exit(INTERRUPTED)
     labels = run.encoder.task.labels or ()
     for figure in evaluate(run.plan, run.encoder, folder, test):

@@ -294,12 +294,6 @@ def require_entries(parameters: Parameters, strategy: str) -> None:
             )
 
 
-def require_records(unit: Unit, strategy: str) -> None:
-    """Raise if the unit is not a record."""
-    if unit is not Unit.RECORD:
-        raise ConfigurationError(f"{strategy} protects single records, not unit={str(unit)!r}.")
-
-
 def damaged(what: str) -> CheckpointError:
     """The error for an invalid `state_dict`."""
     return CheckpointError(f"This state_dict of a private run is damaged: {what}. Use the one saved before it.")
@@ -324,16 +318,14 @@ def noised_parts(
     Parts with a share a have the joint multiplier z / sqrt(a), and the others z / sqrt(1 - a), since
     a / z^2 + (1 - a) / z^2 = 1 / z^2.
     """
-    own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
-    rest = [b for b in bounds if b not in own]
     z = noise_multiplier
-    if own and z > 0:
-        z = _multiplier_left(own, z, expected_size)
-    elif own:
-        own = dict.fromkeys(own, 0.0)
-    main, beside = [b for b in rest if b.share is None], [b for b in rest if b.share is not None]
-    share = max((b.share for b in beside if b.share is not None), default=0.0)
-    stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
+    stds = {b: b.count_noise * expected_size if z > 0 else 0.0 for b in bounds if b.count_noise is not None}
+    if stds and z > 0:
+        z = _multiplier_left(stds, z, expected_size)
+    main = [b for b in bounds if b.count_noise is None and b.share is None]
+    beside = [b for b in bounds if b.share is not None]
+    share = max((b.share or 0.0 for b in beside), default=0.0)
+    stds |= _divided(main, parameters, z / math.sqrt(1 - share), split)
     if beside:
         stds |= _divided(beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal")
     parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
@@ -369,8 +361,7 @@ def _divided(
             raise ConfigurationError(
                 f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
             )
-        whole = math.hypot(*split.values())
-        found = [z * b.sensitivity * whole / split[b.name] for b in bounds]
+        found = [z * b.sensitivity * math.hypot(*split.values()) / split[b.name] for b in bounds]
     return dict(zip(bounds, found, strict=True))
 
 

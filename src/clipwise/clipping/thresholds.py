@@ -85,9 +85,7 @@ def _layer_of(name: str) -> str:
 
 def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
     """Part name -> names. Raises if `given` does not consist of lists of names."""
-    parts = given
-    if isinstance(parts, (list, tuple)):
-        parts = {f"group {i}": names for i, names in enumerate(parts)}
+    parts = {f"group {i}": names for i, names in enumerate(given)} if isinstance(given, (list, tuple)) else given
     if isinstance(parts, Mapping) and all(
         isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
         for names in parts.values()
@@ -123,8 +121,7 @@ def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) 
     return dict.fromkeys(parts, max_norm / math.sqrt(len(parts)))
 
 
-# Outside of this range, clipped gradients and noise underflow or overflow in float32.
-_LEAST_NORM, _MOST_NORM = 1e-30, 1e30
+_LEAST_NORM, _MOST_NORM = 1e-30, 1e30  # outside, clipped gradients and noise underflow or overflow in float32
 
 
 class Constants:
@@ -154,16 +151,10 @@ class Constants:
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         """The bounds of a step, with sensitivity `factor` times C_k."""
-        parts = (
-            Bound(
-                part,
-                tuple(names),
-                factor * self.norms[part],
-                scales=tuple(self.scales.get(name, 1.0) for name in names) if self.scales else (),
-                alone=self.alone,
-            )
-            for part, names in self.groups.items()
-        )
+        parts = []
+        for part, names in self.groups.items():
+            scales = tuple(self.scales.get(name, 1.0) for name in names) if self.scales else ()
+            parts.append(Bound(part, tuple(names), factor * self.norms[part], scales=scales, alone=self.alone))
         return (*parts, *self.bounds)
 
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
@@ -301,11 +292,8 @@ class Quantile(NormRule):
         for name, value in asdict(self).items():
             number(f"Quantile: {name}", value, above=0)
         number("Quantile: target", self.target, below=1)
-        if self.minimum < _LEAST_NORM or self.maximum > _MOST_NORM:
-            raise ConfigurationError(
-                f"Quantile: minimum={self.minimum!r} and maximum={self.maximum!r} must lie between {_LEAST_NORM:g} and "
-                f"{_MOST_NORM:g}, so that sums and noise do not underflow or overflow in float32."
-            )
+        number("Quantile: minimum", self.minimum, least=_LEAST_NORM)
+        number("Quantile: maximum", self.maximum, most=_MOST_NORM)
         if not self.minimum <= self.initial <= self.maximum:
             raise ConfigurationError(
                 f"Quantile: initial={self.initial!r} must lie between minimum={self.minimum!r} and "
@@ -333,9 +321,6 @@ class QuantileNorms(Constants):
         self._least = norms_of_parts(quantile.minimum, parts)
         self._most = norms_of_parts(quantile.maximum, parts)
         self._names = {part: f"count of {part}" for part in parts}
-        for name in self._names.values():
-            if name in site.parameters:
-                raise ConfigurationError(f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter.")
         # b - 1/2 lies in [-1/2, 1/2].
         self.bounds = tuple(Bound(name, (), site.factor / 2, quantile.count_noise) for name in self._names.values())
 
@@ -353,8 +338,8 @@ class QuantileNorms(Constants):
         rule = self._quantile
         for part, C in self.norms.items():
             fraction = float(means[self._names[part]]) + 0.5
-            log_C = math.log(C) - rule.learning_rate * (fraction - rule.target)
             least, most = self._least[part], self._most[part]
+            log_C = math.log(C) - rule.learning_rate * (fraction - rule.target)
             log_C = min(max(log_C, math.log(least)), math.log(most))
             self.norms[part] = min(max(math.exp(log_C), least), most)
         return True

@@ -97,7 +97,7 @@ def _digests(dataset: Any) -> tuple[bytes, bytes]:
 
 
 def _of_records(dataset: Any) -> bytes:
-    """A digest of a few records that the data set gives twice alike."""
+    """A digest of a few records; `_UNKNOWN` if reading them again gives other values."""
     from clipwise.engine.fingerprint import of_data
 
     with suppress(Exception), torch.random.fork_rng(devices=[]):  # an unreadable record is reported when it is drawn

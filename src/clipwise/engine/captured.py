@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from clipwise.engine import cuda_graphs, step
 from clipwise.engine.context import StepContext
-from clipwise.engine.pieces import FixedRows, count_of, pieces_of
+from clipwise.engine.pieces import FixedRows, clipped_rows, count_of, padded_rows, pieces_of
 from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
-from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_by_part
+from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_per_part
 
 if TYPE_CHECKING:
     from clipwise.engine.traced_sum import TracedSum
@@ -123,7 +123,7 @@ class Captured:
             self._update.prepare()
         if bool(self._rare):
             self._gather_again(batch, piece.size, before)
-        context.loader.consume()
+        piece.consumed = True
         if not piece.last:
             self._awaited = context.made(), piece.index_in_batch + 1
             context.in_step = False
@@ -162,7 +162,7 @@ class Captured:
         if self._traced is not None:
             clipped, happened = self._traced.run()
         else:
-            clipped, happened = step.padded_rows(self._context, self._loss, self._rows.batch, self._rows.real_B)
+            clipped, happened = padded_rows(self._context, self._loss, self._rows.batch, self._rows.real_B)
         self._sums = self._in_order(clipped)
         if happened is not None:
             self._rare.logical_or_(happened)
@@ -190,7 +190,7 @@ class Captured:
 
     def _eager_sum(self, rows: Sequence[Any]) -> list[Tensor]:
         """The bounded sum of these rows, computed as in an eager step."""
-        found = self._in_order(step.clipped_rows(self._context, self._loss, rows, count_of(rows)))
+        found = self._in_order(clipped_rows(self._context, self._loss, rows, count_of(rows)))
         self._context.guard.before_step()  # checks the pass above
         return found
 
@@ -244,7 +244,7 @@ class Captured:
         """Noise and division: the second graph."""
         context = self._context
         self._means = self._sums_by_name()
-        noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
+        noised_per_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
         self._keys.zero_()  # never used again
         self._gradients = [laid_as(p, self._means[name]) for name, p in context.parameters.items()]
         for p, grad in zip(context.parameters.values(), self._gradients, strict=True):

@@ -27,7 +27,7 @@ from clipwise.engine import step
 from clipwise.engine.captured import Captured, bounds_of
 from clipwise.engine.context import StepContext
 from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.engine.pieces import count_of, kinds_of, pieces_of
+from clipwise.engine.pieces import clipped_rows, count_of, kinds_of, pieces_of
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
 from clipwise.validation import step_inputs
@@ -91,7 +91,8 @@ class CompiledStep:
         self._traced: TracedSum | None = None
         self._captured: Captured | TracedStep | None = None
         is_constant = _is_constant(context) and backend != "eager"
-        self._captures = is_constant and _can_capture(self._device)
+        # The release graph reduces nothing over ranks.
+        self._captures = is_constant and _can_capture(self._device) and context.ranks.count == 1
         is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
         self._traces = is_constant and context.clipper.is_traceable and is_wanted
 
@@ -102,7 +103,7 @@ class CompiledStep:
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
-        context.require_open()
+        step.require_open(context)
         piece = context.loader.awaited()
         step_inputs.require_rows(batch, piece.size * context.views)
         if self._test is not None and self._test.is_pending:
@@ -154,7 +155,7 @@ class CompiledStep:
         """The bounded sum of a batch, `size` examples at a time."""
         context, total = self._context, dict[str, Tensor]()
         for rows, here in pieces_of(batch, count * context.views, size * context.views):
-            for name, found in step.clipped_rows(context, self._loss, rows, here).items():
+            for name, found in clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
         context.guard.before_step()  # checks the passes above
         return total
@@ -281,7 +282,7 @@ def _is_constant(context: StepContext) -> bool:
         and (context.views == 1 or not context.strategy.is_coupled)
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
-        and plan.ranks.count == 1
+        # FSDP2 frees the parameters between steps.
         and not plan.layout.is_sharded
         and context.observer is None
     )
@@ -299,10 +300,14 @@ def _can_compile(device: torch.device) -> bool:
 
 
 def _piece_size(context: StepContext) -> int:
-    """The number of examples of a captured step: a batch of constant size, or nearly every batch of random size."""
-    given, scheme = context.loader.max_physical_batch_size, context.scheme
-    L = scheme.expected_size
-    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate)) if scheme.has_random_size else 0.0
+    """The number of examples of a compiled step: a batch of constant size, or nearly every batch of random size.
+
+    With several ranks it is the part of a batch on one of them, which has a random size in every scheme.
+    """
+    given, scheme, (_, shares) = context.loader.max_physical_batch_size, context.scheme, context.layout.share
+    L = scheme.expected_size / shares
+    is_random = scheme.has_random_size or shares > 1
+    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate / shares)) if is_random else 0.0
     wanted = max(_SMALLEST, math.ceil(L + spread))
     return wanted if given is None else min(wanted, max(_SMALLEST, given))
 

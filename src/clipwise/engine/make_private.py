@@ -110,10 +110,12 @@ def make_private(
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
         max_batch_size: for "truncated-poisson", the largest batch. If more examples are drawn, a random subset of this
             size is kept. The default is so high that truncation costs no privacy.
-        epochs: the planned length of the training, which the noise is calibrated for. Or give `steps`.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit the
-            budget; a step that would exceed it raises `BudgetExhausted`. It is the budget of the whole ledger:
-            releases of other runs in the ledger count as well, by a Renyi filter.
+        epochs: the planned number of passes over the data, which the noise is calibrated for.
+        steps: the planned number of steps; instead of `epochs`.
+        epsilon: the privacy budget at `delta`. The noise is calibrated so that the planned steps fit the budget; a
+            step that would exceed it raises `BudgetExhausted`. It is the budget of the whole ledger: releases of other
+            runs in the ledger count as well, by a Renyi filter.
+        delta: well below 1 / (number of records). It may be left out with `noise_multiplier`.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
             gives epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),

@@ -1,17 +1,20 @@
-"""Pieces of a batch: cut to a constant number of examples, and padded with repeated rows of weight 0.
+"""Pieces of a batch: cut to a constant size, padded with repeated rows of weight 0; and their bounded sums.
 
 Legend: B examples of a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipwise.engine import step
+from clipwise.engine.context import StepContext
 from clipwise.sampling.batch_structure import map_tensors, tensors_in
+from clipwise.validation import step_inputs
 
 
 class FixedRows:
@@ -44,6 +47,30 @@ class FixedRows:
             own.copy_(given.detach())
         self.real_B.fill_(True)
         self.real_B[count:] = False
+
+
+def clipped_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], count: int
+) -> dict[str, Tensor]:
+    """The bounded sum of some rows of a batch, computed eagerly with a loss that clipwise calls."""
+    size = count // context.views
+    losses = step.over_views(context, loss(*rows), size)
+    losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
+    return context.clipper.clipped_sum(losses)
+
+
+def padded_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], real_B: Tensor
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`clipped_rows` for rows of which some are padding, without waiting for the device.
+
+    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
+    """
+    is_coupled, size = context.strategy.is_coupled, len(real_B)
+    with context.clipper.putting_aside() as aside:
+        losses = step_inputs.require_losses(step.over_views(context, loss(*rows), size), size, is_coupled)
+        clipped = context.clipper.clipped_sum(losses, None if is_coupled else real_B)
+    return clipped, aside.happened()
 
 
 def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:

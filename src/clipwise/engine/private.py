@@ -57,7 +57,7 @@ class Private:
         self.loader = context.loader = PrivateLoader(
             plan.scheme if watch is None else cast(Scheme, ObservedScheme(plan.scheme, partial(watch.kept, context))),
             Fetcher(plan.dataset, plan.collate_fn),
-            context.secrets_ahead,
+            partial(pipeline.secrets_ahead, context),
             cut=plan.cut,
             prepare=partial(pipeline.hand_out, context),
             rank=context.layout.share[0],
@@ -125,7 +125,7 @@ class Private:
         same random numbers.
         """
         context = self._context
-        context.require_open()
+        pipeline.require_open(context)
         if not self.loader.is_awaiting:
             raise StepError(
                 "private.randomness() draws from the key of one step: use it inside the loop over private.loader, "
@@ -234,7 +234,7 @@ class Private:
             raise ConfigurationError("This run keeps no averages: give make_private(..., ema=0.999).")
         if not averages.is_applied:
             self._context.layout.reshard()
-            self._context.follow_update()
+            pipeline.follow_update(self._context)
         return averages
 
     def on_limit(self) -> dict[str, bool]:
@@ -279,7 +279,7 @@ class Private:
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigurationError("reason must be a text that describes what was changed, and from what.")
         context = self._context
-        context.require_open()
+        pipeline.require_open(context)
         context.require_loaded()
         context.ledger.declare(context.tag, kind, " ".join(reason.split()))
         context.weights.accept()

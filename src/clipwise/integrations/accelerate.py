@@ -86,8 +86,8 @@ def _clip(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not trained.isdisjoint(map(id, parameters)):
         raise ConfigurationError(
-            f"accelerator.{name} would clip the noised mean of the private run, not the gradient of each record, and "
-            "protects nobody: remove it. clipping=PerExample(max_norm=...) bounds each record."
+            f"accelerator.{name} would clip the noised mean of the private run, not the gradient of each record, so it "
+            "bounds no record: remove it. clipping=PerExample(max_norm=...) bounds each record."
         )
     return clip(parameters, *args, **options)
 

@@ -289,7 +289,7 @@ class PrivateTrainer(Trainer):
 
 
 class _Steps:
-    """The training loader that `Trainer` sees. It is made before the run, so its length comes from the scheme."""
+    """The training loader for `Trainer`. It is made before the run, so its length comes from the scheme."""
 
     def __init__(self, trainer: PrivateTrainer, items_per_step: int) -> None:
         self._trainer, self._items_per_step = trainer, items_per_step

@@ -43,7 +43,7 @@ __all__ = [
     "get_noise_multiplier",
 ]
 
-# Layers that Opacus replaces because hooks do not see inside them. Here torch's own work.
+# Layers that Opacus replaces because hooks have no access to their internals. Here torch's own layers work.
 DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
 _SKIPS = ("signal_skip_step", "virtual_step")  # of Opacus' optimizers

@@ -111,7 +111,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
     """A classifier trained with DP-SGD: linear by default, or a network.
 
-    The number of rows and the set of classes are public. Everything else that `fit` publishes is epsilon-delta private,
+    The number of rows and the set of classes are public. Everything else that `fit` publishes is (epsilon, delta)-DP,
     with one row of X and y as the unit. Rows are not standardised, since means and variances of private data would not
     be private: scale the features by public constants, or give `feature_range`.
 
@@ -177,7 +177,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
 class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     """A regressor trained with DP-SGD on the squared error: linear by default, or a network.
 
-    Arguments and attributes are those of `PrivateClassifier`, without `classes`, and `target_range`.
+    Arguments and attributes are those of `PrivateClassifier` without `classes`, plus `target_range`.
 
     Args:
         target_range: public bounds (low, high) of y, which is clamped and scaled to [-1, 1] in training.

@@ -55,12 +55,8 @@ def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
 
 def dropout_rule(call: Call) -> Rule:
     """Dropout in training: kept values are multiplied by 1 / (1 - p)."""
-    return affine_rule(dropped(call.target.p), call.rounding)
-
-
-def dropped(p: float) -> float:
-    """The factor by which dropout multiplies kept values in training."""
-    return 1 / (1 - p) if p < 1 else 1.0
+    p = call.target.p
+    return affine_rule(1 / (1 - p) if p < 1 else 1.0, call.rounding)
 
 
 def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], Constants]:

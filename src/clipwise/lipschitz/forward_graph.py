@@ -121,6 +121,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _untraceable(error: Exception) -> str:
     return (
-        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not know "
+        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not support "
         f"({type(error).__name__}: {str(error).rstrip('.')}). Write it without such branches"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
@@ -20,7 +20,7 @@ EFFORTS: tuple[Effort, ...] = ("spectral", "tight")
 
 Shape = tuple[int, ...]  # of one example's value, without the batch dimension
 Norms = Mapping[str, float]  # measured norms of an operation's parameters
-Measurements = dict[str, Tensor | Wanted]  # norms to measure
+Measurements = dict[str, Wanted]  # norms to measure
 
 
 @dataclass(frozen=True)

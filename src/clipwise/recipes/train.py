@@ -59,7 +59,7 @@ class Moment:
     epoch: float
     epochs: float
     epsilon: float | None
-    seconds: float
+    seconds: int
     left: float | None
 
 
@@ -267,7 +267,8 @@ class _Reporter:
 
     def after(self, step: int, private: Private | None = None) -> bool:
         """After a step. Returns whether a line about the progress was written."""
-        steps, seconds = self._run.plan.steps, round(time.monotonic() - self._begun, 3)
+        # Whole seconds: the time of a step depends on its realised batch size.
+        steps, seconds = self._run.plan.steps, round(time.monotonic() - self._begun)
         is_line = step % self._every == 0 or step == steps
         epoch = step / self._per_epoch
         if is_line:

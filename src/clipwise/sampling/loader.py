@@ -15,7 +15,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.generators import generator_from, seed_global_generators
-from clipwise.sampling.microbatches import BySize, Cut
+from clipwise.sampling.microbatches import WHOLE, BySize, Cut
 from clipwise.validation.arguments import whole
 
 # For each step from the next unreleased one on: its secret, its epoch's secret and its slot in that epoch. Iterating
@@ -35,7 +35,7 @@ class Piece:
     indices: Indices = field(repr=False)  # the records in it
     consumed: bool = False  # whether the training loop has used it
     number: int = field(default=0, repr=False)  # among the pieces of the batch on all ranks
-    check: int = field(default=0, repr=False)  # a digest of the whole draw, to compare with other ranks
+    check: int = field(default=0, repr=False)  # a digest of the whole draw, to compare with other ranks; 0 for one rank
 
 
 class PrivateLoader:
@@ -162,12 +162,6 @@ class PrivateLoader:
         piece = self.current
         return piece is not None and not (piece.consumed and piece.last)
 
-    def consume(self) -> Piece:
-        """Mark the current piece as used, once, and return it."""
-        piece = self.awaited()
-        piece.consumed = True
-        return piece
-
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
         handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:
@@ -225,8 +219,10 @@ class PrivateLoader:
     def _schedule(self, cut: Cut) -> Iterator[Piece]:
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = cut.of_rank(indices, self._rank, self._ranks)
-            check = _digest(indices)
+            is_whole, check = self._ranks == 1 and cut == WHOLE, 0
+            parts = [indices] if is_whole else cut.of_rank(indices, self._rank, self._ranks)
+            if self._ranks > 1:
+                check = int.from_bytes(blake2b(indices.tobytes(), digest_size=7).digest(), "little")
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
@@ -257,10 +253,6 @@ class PrivateLoader:
         )
         for batch in batches:
             yield requested.popleft(), batch
-
-
-def _digest(drawn: Indices) -> int:
-    return int.from_bytes(blake2b(drawn.tobytes(), digest_size=7).digest(), "little")
 
 
 def _seed_worker(secret: bytes, number: int) -> None:

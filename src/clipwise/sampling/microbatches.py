@@ -75,6 +75,9 @@ class BySize(Cut):
         return 1 if self.limit is None else max(1, -(-largest_size // self.limit))
 
 
+WHOLE = BySize()
+
+
 @dataclass(frozen=True)
 class ByIndex(Cut):
     """Record i is in microbatch i mod k. There are always k microbatches; some may be empty."""

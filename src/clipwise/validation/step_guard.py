@@ -1,4 +1,4 @@
-"""Checks of the model around a step: the forward pass and the training loop may not change it.
+"""Checks around a step: the forward pass and the training loop may not change the model; warnings about the loop.
 
 A running mean that a forward pass stores in a buffer, a NumPy array or a list would be published with the model without
 noise. So the model is compared at the draw of a batch and at the step on its losses.
@@ -6,28 +6,24 @@ noise. So the model is compared at the draw of a batch and at the step on its lo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Set
-from itertools import islice
-from typing import Any
+import gc
+from collections.abc import Iterable, Mapping
 
-import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from clipwise.errors import StepError, UnsupportedModelError
+from clipwise.errors import StepError, UnsupportedModelError, warn
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.validation.inventory import Inventory, checksums
+from clipwise.validation.plain_attributes import PlainState
 from clipwise.validation.step_inputs import require_no_hooks, require_no_statistics_in
 from clipwise.validation.verified_weights import ReleasedGradients
 
 _TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
 _PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
-_BUILT_IN = frozenset(vars(nn.Module()))  # attributes of every module
-_DEEPEST = 4
-_MOST = 10_000  # entries of one container
-_MOST_OF_ARRAY = 1_000_000
-_IGNORED = (str, bytes, bool, type(None), nn.Module, nn.Parameter)
+_SOURCES = ("", "key", "torch", "seeded")  # of random layers' draws, strongest first; "" before the first step
 _CHANGED = (
     "was set or changed between the draw of a batch and private.step, for instance by a forward pass that stores "
     "statistics. It would be published with the model without any noise. Set it before the first batch, from public "
@@ -37,8 +33,6 @@ _FIRST_PASS = (
     "(If only the first forward pass sets it, run the model on synthetic rows before make_private. A count of forward "
     "passes is allowed if it advances by the same number each time.)"
 )
-
-Snapshot = dict[str, tuple[object, object]]  # by name: the value if it is an int, and comparable contents
 
 
 class BufferGuard:
@@ -90,69 +84,6 @@ class BufferGuard:
         return versions, [t for _, t in found]
 
 
-class PlainState:
-    """Compares numbers, NumPy arrays, containers and objects of the same Python module in the attributes of modules.
-
-    An int may advance by the same amount in each forward pass, unless that is the number of examples: a count of calls
-    is public.
-    """
-
-    def __init__(self) -> None:
-        self._before: Snapshot = {}
-        self._advances: dict[str, int] = {}
-        self._sizes: set[int] = set()
-
-    def remember(self, modules: Iterable[tuple[str, nn.Module]], sizes: set[int]) -> None:
-        self._before, self._sizes = _snapshot(modules), sizes - {1}
-
-    def changed(self, modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-        """The name of an attribute that changed since `remember`, other than a count of calls; or None."""
-        now = _snapshot(modules)
-        for name in sorted(now.keys() | self._before.keys()):
-            before, after = self._before.get(name, (None, None)), now.get(name, (None, None))
-            if before[1] != after[1] and not self._is_count(name, before[0], after[0]):
-                return name
-        self._before = now
-        return None
-
-    def _is_count(self, name: str, before: object, after: object) -> bool:
-        if not isinstance(before, int) or not isinstance(after, int):
-            return False
-        advance = after - before
-        if advance in self._sizes and name not in self._advances:
-            return False
-        return self._advances.setdefault(name, advance) == advance
-
-
-def _snapshot(modules: Iterable[tuple[str, nn.Module]]) -> Snapshot:
-    return {
-        f"{prefix}.{name}" if prefix else name: (
-            value if type(value) is int else None,
-            _held(value, type(module).__module__),
-        )
-        for prefix, module in modules
-        for name, value in vars(module).items()
-        if name not in _BUILT_IN and not isinstance(value, (Tensor, *_IGNORED))
-    }
-
-
-def _held(value: Any, home: str, depth: int = 0) -> object:
-    """The contents of a value in a comparable form; None if they are not compared."""
-    if isinstance(value, (int, float, complex, np.number, str, bytes)):
-        return repr(value)  # NaN equals itself
-    if isinstance(value, np.ndarray):
-        return value.shape, hash(value.reshape(-1)[:: 1 + value.size // _MOST_OF_ARRAY].tobytes())
-    if isinstance(value, Tensor):
-        return id(value), value._version, value.shape
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    elif type(value).__module__ == home and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-        value = list(vars(value).items())
-    if depth == _DEEPEST or not isinstance(value, (list, tuple, deque, Set)):
-        return None
-    return len(value), tuple(_held(member, home, depth + 1) for member in islice(value, _MOST))
-
-
 class StepGuard(BufferGuard):
     """All checks of the model around one step of a private run.
 
@@ -202,3 +133,108 @@ class StepGuard(BufferGuard):
                     "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "
                     "a new private run."
                 )
+
+
+class LoopWarnings:
+    """Checks model and optimizer at every step, and warns of each mistake once.
+
+    Attributes:
+        follows_metric: whether a scheduler sets the learning rate from a metric.
+        draws: the weakest source of random layers' draws so far: the run's "key", "torch", or "seeded".
+        draws_from_key: whether random layers draw from the run's key for the current batch.
+        is_reproducible: whether the run has a given seed, and so makes no claim that needs a secret one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.follows_metric = self.draws_from_key = self.is_reproducible = False
+        self.draws = ""
+        self._model, self._optimizer = model, optimizer
+        self._devices = {p.device for p in model.parameters()}
+        self._looked_at = (False, 0, "torch")
+        self._rates: list[float] | None = self._rates_now()  # until their first change
+        self._warned_of_mode = False
+
+    def merge(self, draws: str, follows_metric: bool) -> bool:
+        """Take over what another rank found. Returns whether the statement has to change."""
+        before = self.draws, self.follows_metric
+        self.draws = max(self.draws, draws, key=_SOURCES.index)
+        self.follows_metric |= follows_metric
+        return before != (self.draws, self.follows_metric)
+
+    def before_step(self) -> bool:
+        """Check before the step of a batch. Returns whether the statement has to change."""
+        if not self._model.training and not self._warned_of_mode:
+            self._look_at_mode()
+        return self._look_at_rates() | self._look_at_draws()
+
+    def _look_at_mode(self) -> None:
+        for name, module in self._model.named_modules():
+            if _is_random_in_training(module):
+                self._warned_of_mode = True
+                return warn(
+                    f"The model is in .eval(), so layer {name!r} ({type(module).__name__}) drops nothing in training. "
+                    "If .eval() is left over from an evaluation, call model.train() before the next step."
+                )
+
+    def _look_at_rates(self) -> bool:
+        if self.follows_metric or self._rates is None or self._rates_now() == self._rates:
+            return False
+        self._rates = None  # the search takes milliseconds: it runs at the first change only
+        self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
+        if self.follows_metric:
+            warn(
+                "The learning rate follows a metric (ReduceLROnPlateau). If that is a loss or an accuracy of the "
+                "private data, it is a release that is not accounted: use a metric of public data, or a scheduler "
+                "that only counts steps. The privacy statement reports it."
+            )
+        return self.follows_metric
+
+    def _look_at_draws(self) -> bool:
+        """Return whether random layers draw from a weaker source than before; warn of a manual seed."""
+        found = "key" if self.draws_from_key else "torch"
+        if found == "torch" and not self.is_reproducible and is_seeded_by_hand(self._devices):
+            found = self._seeded_or_torch()
+        if _SOURCES.index(found) <= _SOURCES.index(self.draws):
+            return False
+        self.draws = found
+        if found == "seeded":
+            warn(
+                "torch's generator was seeded by hand (torch.manual_seed), and the model has random layers, such as "
+                "dropout, that draw from it. The numbers of a record depend on the records before it in the batch. "
+                "With a known seed, the removal of one record is visible in the draws of others, and no clip bounds "
+                "that. Compute the losses inside `with private.randomness():`, or call torch.seed() after the model "
+                "is initialised. The privacy statement reports it."
+            )
+        return True
+
+    def _seeded_or_torch(self) -> str:
+        """Return "seeded" if a random layer is active, else "torch". Cached per training mode and seed."""
+        now = self._model.training, torch.initial_seed()
+        if now != self._looked_at[:2]:
+            is_random = any(m.training and _is_random_in_training(m) for m in self._model.modules())
+            self._looked_at = (*now, "seeded" if is_random else "torch")
+        return self._looked_at[2]
+
+    def _rates_now(self) -> list[float]:
+        """Return learning rates that are numbers: reading a tensor would synchronise, and schedulers set numbers."""
+        return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
+
+
+def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
+    """Whether a global generator of these devices has a seed below 2^32, as users choose.
+
+    Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
+    """
+    by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
+    return any(0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind)
+
+
+def _is_fed_scheduler(holder: object) -> bool:
+    return isinstance(holder, ReduceLROnPlateau) or (isinstance(holder, dict) and "num_bad_epochs" in holder)
+
+
+def _is_random_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    dropout = getattr(module, "dropout", 0)  # of recurrent and attention layers
+    return isinstance(dropout, float) and dropout > 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from clipwise import PerExample
 from clipwise.clipping import noised_parts
 from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, multipliers
-from clipwise.clipping.contrib.typical import Estimated, Question, ReleasedNorms
+from clipwise.clipping.contrib.typical import Estimated, ReleasedNorms
 from clipwise.clipping.thresholds import Policy
 from clipwise.errors import CheckpointError, ConfigurationError
 from clipwise.privacy import Part, effective_multiplier
@@ -26,7 +26,7 @@ from tests.sites import site
 
 
 def estimated(memory: float = 0.9) -> Estimated:
-    return Estimated(ReleasedNorms(memory), Question(site(small_model()), LAYERS))
+    return Estimated(ReleasedNorms(memory), site(small_model()).parameters, LAYERS)
 
 
 def release(norms: dict[str, float], noise: float, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -132,7 +132,7 @@ def test_constants_follow_what_was_released(kind: str) -> None:
 def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
     """Written down a second time: from the gradients that the run left in `.grad`."""
     on, private = private_run(clipping=PerExample(0.8, policy(ReleasedNorms(0.7), every=1)), noise_multiplier=z)
-    second = Estimated(ReleasedNorms(0.7), Question(site(network()), RUN_LAYERS))
+    second = Estimated(ReleasedNorms(0.7), site(network()).parameters, RUN_LAYERS)
     for _ in range(2):
         for batch in private.loader:
             L, noise = private._context.clipper.divisor, {}

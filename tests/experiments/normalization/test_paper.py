@@ -90,7 +90,7 @@ def test_trials_come_first_then_the_best_of_them_is_tested(one_entry, store):
     assert len(results(SMALL, store)[ENTRY]) == 2
 
 
-def test_an_entry_without_a_trial_that_came_through_says_why(one_entry, store):
+def test_an_entry_without_a_finished_trial_has_the_reason(one_entry, store):
     for task in needed(store):
         keep(store, task, failed="refused: so")
     assert needed(store) == []

@@ -112,11 +112,6 @@ def fits(t: Tensor) -> bool:
     return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes
 
 
-def surely_none(flags_B: Tensor) -> bool:
-    """Whether no flag is set; False on a GPU, where reading the flags would synchronize."""
-    return not flags_B.is_cuda and not bool(flags_B.any())
-
-
 def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
     """Set rows with factor 0 (or False) to 0, since 0 times NaN is NaN; unless a compiled step records the factors."""
     if switch.noted(factor_B):
@@ -187,8 +182,7 @@ class ClippedLayer(nn.Module, ABC):
 
     def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
         super().__init__()
-        self.layer, self.uses, self.name = layer, uses, name
-        self.constants = constants
+        self.layer, self.uses, self.name, self.constants = layer, uses, name, constants
 
     @property
     def constants(self) -> Constants:
@@ -223,9 +217,9 @@ class ClippedLayer(nn.Module, ABC):
         input_norm, grad_norm = clip_constant("input_norm", input_norm), clip_constant("grad_norm", grad_norm)
         self.constants = Constants(input_norm, grad_norm, mode, bound)
 
-    @abstractmethod
     def _take(self, constants: Constants) -> None:
         """Create the roles for graph nodes of the next forward passes. Earlier nodes keep theirs."""
+        self._role = Role(self, constants)
 
     @abstractmethod
     def bounds(self) -> Mapping[str, float]:
@@ -237,9 +231,9 @@ class ClippedLayer(nn.Module, ABC):
 
     def refuse_if(self, **settings: tuple[object, str]) -> None:
         """Refuse a wrapped layer with one of these settings: each is given with its value and the remedy."""
+        kind = type(self.layer).__name__
         for setting, (value, remedy) in settings.items():
             if value:
-                kind = type(self.layer).__name__
                 raise UnsupportedModelError(
                     f"Layer {self.name!r} ({kind}) has {setting} set, which has no bound here: {remedy}."
                 )
@@ -262,9 +256,14 @@ class ClippedLayer(nn.Module, ABC):
 class OneInputLayer(ClippedLayer):
     """A clipped layer with one input and one output, which is one node of the graph."""
 
+    @property
+    def least_dimensions(self) -> int:
+        """The smallest number of input dimensions, including the examples."""
+        return 2
+
     def forward(self, x: Tensor) -> Tensor:
         """Shapes as for the wrapped layer, with examples along the first axis."""
-        x = self.require_examples(x, least=self._least_dimensions())
+        x = self.require_examples(x, self.least_dimensions)
         return self._plain(x) if is_plain() else self._clipped(x)
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -274,10 +273,6 @@ class OneInputLayer(ClippedLayer):
     @abstractmethod
     def _clipped(self, x: Tensor) -> Tensor:
         """The forward pass as a node of the graph."""
-
-    @abstractmethod
-    def _least_dimensions(self) -> int:
-        """The smallest number of input dimensions, including the examples."""
 
 
 @dataclass(frozen=True)

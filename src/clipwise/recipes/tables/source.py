@@ -45,7 +45,7 @@ WEIGHTS = (0.1, 10.0)
 
 @dataclass(frozen=True)
 class Findings:
-    """What noised counts have fixed.
+    """What follows from the noised counts.
 
     Args:
         kinds: the kind of each column that was not declared.
@@ -212,10 +212,8 @@ class TableSource(Source):
         lines = []
         if kinds:
             noise = released.std[plan.histograms[0]]
-            lines.append(
-                f"{_columns(len(kinds))} by {_counts_with(noise)}: "
-                + "; ".join(f"{name}: {text}" for name, text in about.items())
-            )
+            lines.append(f"{_columns(len(kinds))} by {_counts_with(noise)}:")
+            lines += (f"{name}: {text}" for name, text in about.items())
         if target is None:
             return Findings(kinds, Target(""), (), tuple(lines), about)
         complete, label_counts, line = _target_from(target, released, bins, len(rows))
@@ -266,8 +264,8 @@ def _require_enough(rows: int, plan: _Plan, std: Mapping[str, float], target: Ta
         return
     if rows <= SURE * std[LABELS if plan.needs_strings else target.name]:
         raise ConfigurationError(
-            f"{rows} rows are too few to find the labels or the range of the target {target.name!r} by noised counts "
-            "with this budget: give --labels, or declare the target in a schema file."
+            f"With {rows} training row{'s' * (rows != 1)} and this budget, noised counts cannot show the labels or the "
+            f"range of the target {target.name!r}: give --labels, or declare the target in a schema file."
         )
 
 
@@ -309,7 +307,7 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
                 "a schema ([target] range = [LOW, HIGH]), or raise epsilon."
             )
         how = "noised" if released.std[target.name] else "exact"
-        line = f"the target is a number from {bounds[0]:.6g} to {bounds[1]:.6g}, by {how} counts"
+        line = f"the target is a number from {statistics.shown(bounds[0])} to {statistics.shown(bounds[1])}, by {how} counts"
         return Target(target.name, range=bounds), (), line
     if len(shown) < 2:
         raise ConfigurationError(
