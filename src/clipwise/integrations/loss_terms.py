@@ -76,9 +76,10 @@ _PRODUCTS: dict[Any, Callable[[Any, Any], Any]] = {
 _NEGATIONS = {torch.neg, Tensor.neg}
 
 WITHOUT_TERMS = (
-    "backward() was called on a loss whose per-example terms are not known: it must be the mean over the batch of one "
-    "loss per example, such as nn.CrossEntropyLoss(), or a sum of such means with constant factors. Compute the losses "
-    "with reduction='none' and call private.step(losses) in a loop of your own."
+    "The per-example terms of the loss are not known. It must be the mean over the batch of one loss per example, such "
+    "as nn.CrossEntropyLoss(), or a sum of such means with constant factors; not a sum over the batch or a vector. A "
+    "penalty on the weights belongs in weight_decay of the optimizer. For another loss call private.step(losses) in "
+    "a loop of your own, with one loss per example."
 )
 
 
