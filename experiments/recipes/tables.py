@@ -1,9 +1,9 @@
 """Accuracy of private runs on tables with nothing declared: what the defaults were chosen by, and how they do.
 
-`python -m experiments recipes/tables --data DIR` compares four models and optimizers on four tables, and
-`--judge` runs the defaults on three other tables, beside a private logistic regression. `--diffprivlib` runs that of
-diffprivlib on the same rows. Each writes a table beside this file, after each row. Every tenth row is held out; figures on it are exact, because the
-tables are public.
+`python -m experiments recipes/tables --data DIR` compares four models and optimizers on four tables. `--judge` runs the
+defaults on three other tables, beside a private logistic regression, and `--diffprivlib` runs that of diffprivlib on the
+same rows. Each writes a table beside this file, after each row. Every tenth row is held out; figures on it are exact,
+because the tables are public.
 """
 
 from __future__ import annotations

@@ -198,7 +198,11 @@ def test_two_rows_give_a_clear_message_or_a_model(tmp_path: Path) -> None:
 def test_without_privacy_the_preparation_names_no_noise(tmp_path: Path) -> None:
     source = TableSource(table(tmp_path, people(50)), "y")
     encoder = source.prepare(every(source), counts(0.0))
-    assert [("exact counts" in line, "nois" in line) for line in encoder.preprocessing] == [(True, False), *[(False, False)] * 2, (True, False)]
+    assert [("exact counts" in line, "nois" in line) for line in encoder.preprocessing] == [
+        (True, False),
+        *[(False, False)] * 2,
+        (True, False),
+    ]
 
 
 def test_further_tables_are_read_in_the_encoding_of_the_run(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.tables.read import listed, read_table
 
 _SUFFIX = ".txt"
+_WITHOUT_LABELS = ("unsup",)  # a folder of the IMDB reviews, whose texts have no label
 _PARTS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 
 
@@ -45,8 +46,9 @@ class TableTexts(Texts):
         wanted = [("--text", text)] + ([("--target", target)] if target is not None and needs_target else [])
         for flag, name in wanted:
             if name not in table.columns:
-                known = ", ".join(table.columns)
-                raise ConfigurationError(f"{flag} {name}: {path.name} has no such column. It has: {known}.")
+                raise ConfigurationError(
+                    f"{flag} {name!r} is no column of {path.name}. Its columns are {listed(table.columns)}."
+                )
         if text == target:
             raise ConfigurationError(f"--text and --target both name the column {text}.")
         self._text = table.columns[text]
@@ -123,7 +125,8 @@ def _of_part(folder: Path, part: str) -> Path:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    found = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [entry for entry in found if entry.name not in _WITHOUT_LABELS]
 
 
 def _files(folder: Path) -> list[Path]:
