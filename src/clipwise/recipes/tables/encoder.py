@@ -76,7 +76,7 @@ class TableEncoder(Encoder):
         return defaults.settings(rows, epsilon, preset)
 
     def model(self, name: str) -> nn.Module:
-        """ "logistic" (linear) or "mlp"."""
+        """ "linear" or "mlp"."""
         outputs = 1 if self.target.labels is None else len(self.target.labels)
         return table_model(name, self.width, outputs, self.target.range)
 
