@@ -100,7 +100,9 @@ class SearchResult:
     output: Any
 
 
-def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]) -> SearchResult | None:
+def select(
+    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
+) -> SearchResult | None:
     """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
