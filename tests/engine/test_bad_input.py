@@ -287,7 +287,7 @@ def test_an_optimizer_with_foreign_parameters() -> None:
         private_run(model, both)
 
 
-def test_an_optimizer_that_wants_many_gradients_of_a_batch() -> None:
+def test_an_optimizer_that_needs_several_gradients_of_a_batch() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match=r"LBFGS.*use SGD, Adam"):
         private_run(model, torch.optim.LBFGS(model.parameters()))

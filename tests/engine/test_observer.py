@@ -44,7 +44,7 @@ def test_no_observer_by_default_or_afterwards() -> None:
     )
 
 
-def test_a_watched_run_keeps_nothing_and_states_that_its_noise_is_known(tmp_path: Path) -> None:
+def test_an_observed_run_writes_no_file_and_states_that_its_noise_is_known(tmp_path: Path) -> None:
     with observing(Observer()):
         model, private = private_run(ledger=tmp_path / "ledger", resume_file=tmp_path / "resume")
         train(model, private, 2)

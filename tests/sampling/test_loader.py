@@ -115,7 +115,7 @@ def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
     assert len(engine.loader) == 4
 
 
-def test_pieces_know_where_a_batch_begins_and_ends() -> None:
+def test_pieces_mark_where_a_batch_begins_and_ends() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
     seen = []
     for _ in engine.loader.pieces():
@@ -125,7 +125,7 @@ def test_pieces_know_where_a_batch_begins_and_ends() -> None:
     assert seen == [(offset, *rest) for offset in range(6) for rest in step]
 
 
-def test_prepare_sees_every_batch_once() -> None:
+def test_prepare_is_called_once_for_every_batch() -> None:
     engine = Engine(FixedSize(SIZE, 7), prepare=lambda batch, piece: [batch[0] + 1000])
     for (batch,) in engine.loader:
         assert batch.tolist() == [i + 1000 for i in engine.step().indices]
@@ -187,7 +187,7 @@ def test_a_newer_iterator_ends_the_older_ones() -> None:
     next(newest)
 
 
-def test_reset_ends_iterators_and_forgets_the_batch() -> None:
+def test_reset_ends_iterators_and_drops_the_batch() -> None:
     engine = Engine(FixedSize(SIZE, 7))
     iterator = iter(engine.loader)
     next(iterator)

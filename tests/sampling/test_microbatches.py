@@ -104,7 +104,7 @@ def test_what_a_user_has_is_not_shown() -> None:
     ],
     ids=repr,
 )
-def test_ids_that_say_nothing_are_refused(ids: Any, words: str) -> None:
+def test_ids_that_identify_no_user_are_refused(ids: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match="group.*" + words):
         ByUser(ids)
 

@@ -31,7 +31,7 @@ from clipwise.engine.pieces import FixedRows, clipped_rows, count_of, padded_row
 from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
-from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_by_part
+from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_per_part
 
 if TYPE_CHECKING:
     from clipwise.engine.traced_sum import TracedSum
@@ -241,7 +241,7 @@ class Captured:
         """Noise and division: the second graph."""
         context = self._context
         self._means = self._sums_by_name()
-        noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
+        noised_per_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
         self._keys.zero_()  # never used again
         self._gradients = [laid_as(p, self._means[name]) for name, p in context.parameters.items()]
         for p, grad in zip(context.parameters.values(), self._gradients, strict=True):

@@ -91,13 +91,21 @@ class CompiledStep:
         self._traced: TracedSum | None = None
         self._captured: Captured | TracedStep | None = None
         is_constant = _is_constant(context) and backend != "eager"
-        self._captures = is_constant and _can_capture(self._device)
+        # The release graph reduces nothing over ranks.
+        self._captures = is_constant and _can_capture(self._device) and context.ranks.count == 1
         is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
         self._traces = is_constant and context.clipper.is_traceable and is_wanted
 
     @property
     def _stays_eager(self) -> bool:
         return not (self._captures or self._traces)
+
+    @property
+    def form(self) -> str:
+        """How steps are taken now: "captured", "traced" or "eager"."""
+        if self._captured is None:
+            return "eager"
+        return "captured" if isinstance(self._captured, Captured) else "traced"
 
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
@@ -180,8 +188,7 @@ class CompiledStep:
         held = self._traced if self._captured is None else self._captured
         if held is None:
             return False
-        in_cuda_graph = isinstance(self._captured, Captured)
-        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
+        is_changed = self._traced is not None and self.form != "captured" and not self._traced.is_current
         return is_changed or held.bounds != bounds_of(self._context)
 
     def _is_examined(self) -> bool:
@@ -281,7 +288,7 @@ def _is_constant(context: StepContext) -> bool:
         and (context.views == 1 or not context.strategy.is_coupled)
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
-        and plan.ranks.count == 1
+        # FSDP2 frees the parameters between steps.
         and not plan.layout.is_sharded
         and context.observer is None
     )
@@ -299,10 +306,14 @@ def _can_compile(device: torch.device) -> bool:
 
 
 def _piece_size(context: StepContext) -> int:
-    """The number of examples of a captured step: a batch of constant size, or nearly every batch of random size."""
-    given, scheme = context.loader.max_physical_batch_size, context.scheme
-    L = scheme.expected_size
-    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate)) if scheme.has_random_size else 0.0
+    """The number of examples of a compiled step: a batch of constant size, or nearly every batch of random size.
+
+    With several ranks it is the part of a batch on one of them, which has a random size in every scheme.
+    """
+    given, scheme, (_, shares) = context.loader.max_physical_batch_size, context.scheme, context.layout.share
+    L = scheme.expected_size / shares
+    is_random = scheme.has_random_size or shares > 1
+    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate / shares)) if is_random else 0.0
     wanted = max(_SMALLEST, math.ceil(L + spread))
     return wanted if given is None else min(wanted, max(_SMALLEST, given))
 

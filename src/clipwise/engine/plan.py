@@ -13,7 +13,7 @@ from torch import nn
 
 from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
-from clipwise.distributed.layouts import Layout
+from clipwise.distributed.layouts import ModelLayout
 from clipwise.distributed.ranks import OneRank
 from clipwise.errors import ConfigurationError, warn
 from clipwise.layers.public_statistics import AllPublicStatistics
@@ -64,7 +64,7 @@ class Plan:
     probe: bool
     changed_before: list[str]
     ranks: OneRank
-    layout: Layout
+    layout: ModelLayout
     loss: Loss | None = None
 
 
@@ -83,7 +83,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Target:
+class PrivacyTarget:
     """The privacy of a run: a budget for the planned steps, or a noise multiplier."""
 
     epsilon: float | None

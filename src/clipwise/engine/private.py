@@ -71,9 +71,14 @@ class Private:
     # ----------------------------------------------------------------- the step
 
     def step(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
-        """`backward(losses)`, then `optimizer.step()` when the batch is complete.
+        """Take a private step: `backward(losses)` and, when the batch is complete, `optimizer.step()`.
 
-        Returns whether the optimizer stepped: False after a piece that is not the last of its batch.
+        Args:
+            losses: one loss for each example of the last batch of `loader`, or None for an empty batch; see `backward`.
+            outputs: the model's outputs; only `Lipschitz` needs them.
+
+        Returns:
+            Whether the optimizer stepped: False after a piece that is not the last of its batch.
         """
         return pipeline.step(self._context, losses, outputs)
 

@@ -68,7 +68,7 @@ class TracedSum:
         self.is_random, self.bounds = traced.is_random, bounds_of(context)
         self._tolerance = self._tolerance_of(traced.is_coarse)
         self._lifted = [t.detach() for t in traced.lifted]
-        self._run: inductor.Run = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
+        self._run: inductor.CompiledRun = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
         self._agreed = self._tried = 0
         self.slower = 0.0
 

@@ -184,7 +184,7 @@ def _size(batch: object) -> int:
 Pass = Callable[[], object]  # runs model and loss on a batch
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer."""
 
     layer: str  # for messages
@@ -209,14 +209,14 @@ def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: 
     return None
 
 
-def calls_in(model: nn.Module, run: Pass) -> list[Call]:
+def calls_in(model: nn.Module, run: Pass) -> list[LayerCall]:
     """Return every layer call of a pass, in the order in which calls end."""
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def ended(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         layer = f"layer {name!r}" if name else "the model's own forward"
         copies = ([t.detach().clone() for t in tensors_in(x)] for x in ([*args, kwargs], output))
-        calls.append(Call(f"{layer} ({type(module).__name__})", *copies))
+        calls.append(LayerCall(f"{layer} ({type(module).__name__})", *copies))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():

@@ -227,7 +227,8 @@ class IndependenceProbe:
             if not set(trace.shared).isdisjoint(nodes):
                 raise CoupledExamplesError(_SHARED)
             has_woken = self._factors.examine(losses, trace.others)
-            inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
+            lookups = [node for node, name in zip(nodes, names, strict=True) if "Embedding" in name]
+            inputs = [*trace.inputs, *_lookups(lookups, trace.others)]
             if not inputs:
                 self._left = 0  # nothing to examine until the graph has new operations
                 return

@@ -105,7 +105,7 @@ def differing(expected: Sequence[Tensor], found: Sequence[Tensor], most: Sequenc
 
 
 Arrange = Callable[[Sequence[int]], Any]  # from indices to a batch of these examples, in order
-Run = Callable[[Any], Tensor]  # from a batch to one loss per example
+LossFunction = Callable[[Any], Tensor]  # from a batch to one loss per example
 Blank = Callable[[Any, int], Any]  # returns the batch with the example at one index emptied
 
 _REPLACED, _ALONE = 3, 16
@@ -181,7 +181,7 @@ class Trial:
     """Runs a loss on arrangements of a batch and compares."""
 
     model: nn.Module  # is not changed
-    run: Run
+    run: LossFunction
     arrange: Arrange
     size: int  # the number of examples
     blank: Blank | None = None  # empties an example; None if examples cannot be emptied

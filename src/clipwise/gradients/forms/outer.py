@@ -114,12 +114,13 @@ class Outer(Product):
     ) -> None:
         """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight."""
         super().__init__()
-        dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
-        # A product of bf16 or fp16 rows is summed in float32, so that its rounding stays within the bound.
-        self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-        self.left, self.right = left_BTm, right_BTn
-        if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
-            self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
+        self.left, self.right, self.dtype = left_BTm, right_BTn, torch.float32
+        if not left_BTm.dtype is right_BTn.dtype is torch.float32:
+            # A product of bf16 or fp16 rows is summed in float32, so that its rounding stays within the bound.
+            dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
+            self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+            if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
+                self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
         self.batch = len(left_BTm)
         self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
         self._upright = upright
@@ -134,8 +135,8 @@ class Outer(Product):
             budget.last_products, budget.last_scaled = Last(), Last()
         self._arithmetic, self._last_scaled = budget.arithmetic, budget.last_scaled
         if T == 1:
-            mass_B = masses(self.left, self.right).flatten()
-            norm_B = mass_B
+            left_B = squared_norms(self.left.flatten(1)).sqrt()
+            norm_B = mass_B = left_B * budget.squared_norms(self.right.flatten(1)).sqrt()
         elif self._gram_pays(budget.arithmetic):
             square_B, mass_B = self.gram_squares(budget)
             norm_B = square_B.sqrt()
