@@ -36,7 +36,7 @@ def test_a_folder_may_be_new_and_must_not_be_a_file(tmp_path: Path, file: Path) 
             require_folder(out)
 
 
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -64,7 +64,7 @@ def tune(
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
-            "--accounted requires a recipe, because it must know what every run releases. For a script of your own, "
+            "--accounted requires a recipe, because the releases of a script are unknown. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
     if is_accounted:

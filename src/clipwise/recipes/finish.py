@@ -13,14 +13,14 @@ from torch import nn
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.evaluate import Figure, exact_figures, groups_of, noised_figures, scores
 from clipwise.recipes.kind import Encoder, Source
-from clipwise.recipes.planning import Plan
+from clipwise.recipes.planning import RunPlan
 from clipwise.recipes.run_folder import RunFolder
 from clipwise.report.model_card import write_model_card
 from clipwise.report.page import write_page
 from clipwise.report.run_statement import write_statement
 
 
-def evaluate(plan: Plan, encoder: Encoder, folder: RunFolder, public_test: Source | None) -> list[Figure]:
+def evaluate(plan: RunPlan, encoder: Encoder, folder: RunFolder, public_test: Source | None) -> list[Figure]:
     """Release the accuracy on the held-out rows, once, and compute it on the public test rows.
 
     A run that was interrupted after the release does not repeat it: the budget of the held-out rows is spent.

@@ -24,7 +24,7 @@ COUNTS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run before its first release. Nothing here depends on the content of a record.
 
     Args:
@@ -61,7 +61,7 @@ class Plan:
         return counts if self.event is None else [*counts, Entry(self.event, self.steps)]
 
 
-def plan_of(choices: Choices, source: Source | None = None) -> Plan:
+def plan_of(choices: Choices, source: Source | None = None) -> RunPlan:
     """Fix everything that the privacy of a run depends on. Reads no record. `source` is by default opened here."""
     source = open_source(choices) if source is None else source
     if choices.epsilon is None:
@@ -94,7 +94,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
     steps = planned_steps(settings.epochs, None, scheme)
     assert steps is not None
     if not choices.is_private:
-        return Plan(choices, source, settings, training, held_out, delta, steps, None, None, None)
+        return RunPlan(choices, source, settings, training, held_out, delta, steps, None, None, None)
     counts = None
     if source.needs_counts():
         settings = replace(settings, counts_share=_counts_share(choices, settings))
@@ -103,7 +103,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
     beside = [] if counts is None else [Entry(counts, 1)]
     step = replace(step, noise_multiplier=accounting.smallest_noise(step, steps, choices.epsilon, delta, beside))
     evaluation = evaluation_event(choices.epsilon, delta) if len(held_out) else None
-    return Plan(choices, source, settings, training, held_out, delta, steps, step, counts, evaluation)
+    return RunPlan(choices, source, settings, training, held_out, delta, steps, step, counts, evaluation)
 
 
 def split(rows: int, share: Fraction) -> tuple[np.ndarray, np.ndarray]:

@@ -12,11 +12,11 @@ from clipwise.optim.averaging import AveragedParameters
 from clipwise.recipes.building import batch_loss, make_optimizer
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Encoder
-from clipwise.recipes.planning import Plan
+from clipwise.recipes.planning import RunPlan
 
 
 def train_plainly(
-    plan: Plan, encoder: Encoder, model: nn.Module, after: Callable[[int], object], stop: Interrupts
+    plan: RunPlan, encoder: Encoder, model: nn.Module, after: Callable[[int], object], stop: Interrupts
 ) -> bool:
     """Train without privacy. Returns False if it was interrupted. `after` is called with the number of each step."""
     settings, device = plan.settings, next(model.parameters()).device

@@ -15,7 +15,7 @@ PRIORS = (0.01, 0.1, 0.5)
 FALSE_ALARMS = 0.01
 
 NOT_PRIVATE_TITLE = "No privacy guarantee"
-SCALE = "Below 1 is strong, 1 to 10 is usual for trained models, far above 10 promises little."
+SCALE = "Below 1 is strong, 1 to 10 is usual for trained models, and far above 10 the guarantee is weak."
 
 PARALLEL = (
     "Training rows and held-out rows are disjoint and are separated by row number, so one {unit} affects the releases "

@@ -1,7 +1,7 @@
 """A run as a record of the OpenDP Deployments Registry, tier 3.
 
 The fields and their nesting are those of the registry's schema (github.com/opendp/deployments-registry-data), as JSON,
-which is also YAML. What only the party that publishes the model can know is marked `TO_FILL_IN`.
+which is also YAML. Fields that the run does not record are marked `TO_FILL_IN`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _model() -> dict[str, Any]:
         "model_name_description": wording.SETTING,
         "actors": (
             "The party that trains holds the data, the noise key and the sampled batches, and is trusted with them. "
-            "Everybody who sees the model or a released figure is not trusted and may know all other data. Names and "
+            "Parties that see the model or a released figure are not trusted and may know all other data. Names and "
             f"access rights: {CURATOR}"
         ),
         "release_type": "One release",

@@ -131,8 +131,8 @@ def besides_training(event: Event, count: int) -> str:
     """A line about a release that is no step of a training."""
     bound = f", and a failure probability of at most {event.excess:.3g}" if event.excess else ""
     return (
-        f"{count} time{'s' * (count > 1)} {PURPOSE[event.purpose]}, without sampling: a Gaussian mechanism with noise "
-        f"multiplier {event.noise_multiplier:.4g}{bound}"
+        f"{count} release{'s' * (count > 1)} of {PURPOSE[event.purpose]}, without sampling: a Gaussian mechanism with "
+        f"noise multiplier {event.noise_multiplier:.4g}{bound}"
     )
 
 

@@ -92,7 +92,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Released:
+class SearchResult:
     """The release of a search: the settings of the best run and its noised score, without the number of runs."""
 
     settings: dict[str, Any]
@@ -100,7 +100,9 @@ class Released:
     output: Any
 
 
-def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]) -> Released | None:
+def select(
+    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
+) -> SearchResult | None:
     """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
@@ -111,7 +113,7 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
     """
     random = np.random.default_rng()  # seeded by the operating system, because the number of runs is secret
     key = NoiseKey.fresh()
-    best: tuple[float, Released] | None = None
+    best: tuple[float, SearchResult] | None = None
     for _ in range(Repetitions(plan.mean, plan.shape).draw(random)):
         settings = point(space, random.random(len(space)).tolist())
         right, size, output = run(settings)
@@ -119,7 +121,7 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
         key.advance()
         score = right + noise
         if best is None or score > best[0]:
-            best = score, Released(settings, score / size, output)
+            best = score, SearchResult(settings, score / size, output)
     key.wipe()
     return None if best is None else best[1]
 
@@ -136,7 +138,7 @@ def planned(
     return found, {"noise_multiplier": found.noise_multiplier, "sample_rate": sample_rate, "epochs": epochs}
 
 
-def search(recipe: Recipe, plan: SelectionPlan, shared: Settings, seed: int = 0) -> Released | None:
+def search(recipe: Recipe, plan: SelectionPlan, shared: Settings, seed: int = 0) -> SearchResult | None:
     """Draw a secret number of runs, and release the best."""
 
     def one(settings: Settings) -> tuple[int, int, object]:
@@ -146,7 +148,7 @@ def search(recipe: Recipe, plan: SelectionPlan, shared: Settings, seed: int = 0)
     return select(plan, recipe.free_space, one)
 
 
-def in_words(plan: SelectionPlan, released: Released | None) -> list[str]:
+def in_words(plan: SelectionPlan, released: SearchResult | None) -> list[str]:
     """The result of a search in sentences. They do not reveal the number of runs."""
     lines = [
         f"The whole search costs epsilon {rounded_up(plan.epsilon)} at delta {plan.delta:.3g} for one record "

@@ -149,7 +149,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Data, a network and a space, for which clipwise knows what every run releases.
+    """Data, a network and a space. The releases of each run are known, so a search over them can be accounted for.
 
     Attributes:
         space: the settings to choose from.

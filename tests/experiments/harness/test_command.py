@@ -43,6 +43,7 @@ def test_a_file_of_other_results_is_refused(tmp_path):
         Store(tmp_path)
 
 
+@pytest.mark.integration
 def test_the_quick_mode_runs(tmp_path, monkeypatch):
     """For real, on two rows and one method."""
     monkeypatch.setattr(paper, "QUICK_FIGURES", ("B",))
