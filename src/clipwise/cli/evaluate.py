@@ -68,3 +68,5 @@ def evaluate(
         )
     for figure in figures:
         say(json.dumps(figure.to_dict()) if as_json else rounded(figure.to_dict()))
+    if ledger is not None and not as_json:
+        say(f"It cost epsilon {budget:g} at delta {chosen:g} (zero-out of one record), charged to {ledger}.")

@@ -115,9 +115,13 @@ def _time_and_memory(
     total = seconds * plan.steps
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min"
     return [
-        ("time", f"about {took}: {1000 * seconds:.3g} ms for a step on synthetic rows"),
+        ("time", f"about {took}: {_duration(seconds)} for a step on synthetic rows"),
         ("memory", f"about {megabytes:.0f} MB of {'GPU' if next(model.parameters()).is_cuda else 'main'} memory"),
     ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _timed(

@@ -52,11 +52,15 @@ class Records(ABC):
 
 
 class ClassFolders(Records):
-    """Files in one folder for each class, or in a single folder without labels."""
+    """Files in one folder for each class, or in a single folder without labels.
 
-    def __init__(self, folder: Path, what: str, suffixes: Sequence[str]) -> None:
+    `without`: the folders that are no classes.
+    """
+
+    def __init__(self, folder: Path, what: str, suffixes: Sequence[str], without: Sequence[str] = ()) -> None:
         # File systems differ in how they compose accents.
-        classes = sorted((unicodedata.normalize("NFC", entry.name), entry) for entry in folders_in(folder))
+        found = (entry for entry in folders_in(folder) if entry.name not in without)
+        classes = sorted((unicodedata.normalize("NFC", entry.name), entry) for entry in found)
         self._folder = folder
         self._files = [(name, file) for name, entry in classes for file in _files(entry, suffixes)]
         if self._files:

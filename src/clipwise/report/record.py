@@ -93,6 +93,8 @@ class RunRecord:
             delta: the delta to state; by default that of the run.
         """
         path = Path(path)
+        if not path.exists():
+            raise ConfigurationError(f"{path} does not exist: give the folder of a run, or a ledger file.")
         if not path.is_dir():
             found = of_ledger(path, delta)
             return cls(_name_of(path), path, training=found)

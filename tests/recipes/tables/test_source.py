@@ -229,13 +229,13 @@ def test_the_encoder_is_plain_data_and_opens_further_tables(tmp_path: Path) -> N
         same.open(table(tmp_path, [("Rom",)], "city", "bad.csv"))
 
 
-@pytest.mark.parametrize("name", ["logistic", "mlp"])
+@pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_models_and_settings(tmp_path: Path, name: str) -> None:
     source = TableSource(table(tmp_path, people(300)), "y", labels=["no", "yes"])
     encoder = source.prepare(every(source), counts())
     model = encoder.model(name)
     assert model(encoder.inputs(source)[0]).shape == (300, 2) and encoder.views(4) is None
-    with pytest.raises(ConfigurationError, match="logistic"):
+    with pytest.raises(ConfigurationError, match="linear"):
         encoder.model("forest")
     for rows, epsilon, preset in ((2, 0.1, "fast"), (500, 1.0, "best"), (10**6, 8.0, "fast")):
         chosen = source.defaults(rows, epsilon, preset)

@@ -69,7 +69,7 @@ def test_the_description_names_columns_and_shows_no_values(reviews):
 
 
 def test_missing_columns_and_paths(reviews, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--text body: reviews.csv has no such column. It has: id, review"):
+    with pytest.raises(ConfigurationError, match=r"--text .body. is no column of reviews.csv. Its columns are "):
         TextSource(reviews, "body", "stars")
     with pytest.raises(ConfigurationError, match="--target label"):
         TextSource(reviews, "review", "label")
@@ -84,6 +84,21 @@ def test_missing_columns_and_paths(reviews, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match="no texts"):
         TextSource(tmp_path / "empty")
+
+
+def test_a_first_line_that_may_be_a_row_is_not_shown(tmp_path):
+    for row in ("3,secret text", f"Wall St.,secret {'text ' * 30}"):
+        (tmp_path / "news.csv").write_text(f"{row}\n4,another\n")
+        with pytest.raises(ConfigurationError, match="not listed here, because they look like a row") as error:
+            TextSource(tmp_path / "news.csv", "text", "label")
+        assert "secret" not in str(error.value)
+
+
+def test_the_reviews_of_imdb_without_labels_are_no_class(folder):
+    (folder / "train" / "unsup").mkdir()
+    (folder / "train" / "unsup" / "0.txt").write_text("no label")
+    source = TextSource(folder)
+    assert len(source) == 6 and source.prepare(np.arange(6), None).task.labels == ("neg", "pos")
 
 
 def test_a_file_of_another_encoding_is_named(folder):

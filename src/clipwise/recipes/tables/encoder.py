@@ -71,7 +71,7 @@ class TableEncoder(Encoder):
         return (self._inputs(_table(source), None),)
 
     def model(self, name: str) -> nn.Module:
-        """ "logistic" (linear) or "mlp"."""
+        """ "linear" or "mlp"."""
         outputs = 1 if self.target.labels is None else len(self.target.labels)
         return table_model(name, self.width, outputs, self.target.range)
 

@@ -16,7 +16,7 @@ from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
 from clipwise.recipes.tables.models import MODELS
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.tables.read import listed, read_table
 from clipwise.recipes.tables.schema import Auto, Category, Hashed, Kind, Schema, Target
 from clipwise.recipes.tables.statistics import Bins
 from clipwise.recipes.tables.values import is_missing
@@ -182,7 +182,7 @@ class TableSource(Source):
         if absent:
             raise ConfigurationError(
                 f"{self.path} has no column {absent[0]!r}, which the schema or the training data has. "
-                f"Its columns are {', '.join(self.table.columns)}."
+                f"Its columns are {listed(self.table.columns)}."
             )
         target = self.schema.target
         if target is not None and target.name in self.schema.columns:

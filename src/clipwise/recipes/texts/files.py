@@ -8,9 +8,10 @@ from pathlib import Path
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.labelled import ClassFolders, Records, folders_in
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.tables.read import listed, read_table
 
 _SUFFIX = ".txt"
+_WITHOUT_LABELS = ("unsup",)  # a folder of the IMDB reviews, whose texts have no label
 _PARTS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 
 
@@ -30,8 +31,9 @@ class TableTexts(Texts):
         wanted = [("--text", text)] + ([("--target", target)] if target is not None and needs_target else [])
         for flag, name in wanted:
             if name not in table.columns:
-                known = ", ".join(table.columns)
-                raise ConfigurationError(f"{flag} {name}: {path.name} has no such column. It has: {known}.")
+                raise ConfigurationError(
+                    f"{flag} {name!r} is no column of {path.name}. Its columns are {listed(table.columns)}."
+                )
         if text == target:
             raise ConfigurationError(f"--text and --target both name the column {text}.")
         self._text = table.columns[text]
@@ -57,7 +59,7 @@ class FolderTexts(ClassFolders, Texts):
     """Text files."""
 
     def __init__(self, folder: Path, part: str, encoding: str | None) -> None:
-        super().__init__(_of_part(folder, part), "text", (_SUFFIX,))
+        super().__init__(_of_part(folder, part), "text", (_SUFFIX,), without=_WITHOUT_LABELS)
         self._encoding = encoding
         if not self._files:
             raise ConfigurationError(
