@@ -58,10 +58,7 @@ _ADAPTIVE = {
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Takes the place of the class of Opacus: the model as it is.
-
-    On several ranks `make_private` gives all of them the weights of rank 0, and sums the clipped gradients.
-    """
+    """The model as it is. On several ranks `make_private` copies the weights of rank 0 and sums the clipped gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
