@@ -58,7 +58,7 @@ _ADAPTIVE = {
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """The model as it is. On several ranks `make_private` copies the weights of rank 0 and sums the clipped gradients."""
+    """The model as it is. On several ranks `make_private` copies the weights of rank 0 and sums clipped gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
