@@ -141,6 +141,7 @@ def test_evaluations(run, table, tmp_path):
     exact = clipwise("evaluate", run, table, "--public", "--json")
     assert exact.exit_code == 0 and json.loads(exact.stdout)["rows"] == "public-test"
     noised = clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger")
+    assert "It cost epsilon 1 at delta 1e-05 (zero-out of one record), charged to " in noised.stdout
     assert noised.exit_code == 0 and read(tmp_path / "new.ledger").position == 1
     assert "on private rows" in noised.stdout
     refused(clipwise("evaluate", run, table), "--public")

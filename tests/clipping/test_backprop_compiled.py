@@ -176,8 +176,8 @@ def test_rows_that_fill_up_add_nothing(mode: str, bound: str) -> None:
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-12, atol=1e-14)
         assert bool(total.any())
-    nobody = clipper.clipped_sum(loss_with(model)(x, y), torch.zeros_like(real_B))
-    assert not any(bool(t.any()) for t in nobody.values())
+    of_padding = clipper.clipped_sum(loss_with(model)(x, y), torch.zeros_like(real_B))
+    assert not any(bool(t.any()) for t in of_padding.values())
 
 
 def with_record(i: int, value: float) -> TensorDataset:

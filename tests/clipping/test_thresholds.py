@@ -438,9 +438,7 @@ def test_another_strategy_begins_anew_with_a_fresh_key(tmp_path: Path, old: PerE
     train(on, private, 2)
 
 
-@pytest.mark.parametrize(
-    "norms", [..., None, {}, {"all": 1}, {"all": "1"}, {"all": math.nan}, {"all": 1e7}, {"0": 1.0}], ids=repr
-)
+@pytest.mark.parametrize("norms", [..., None, {}, {"all": "1"}, {"all": math.nan}, {"all": 1e7}, {"0": 1.0}], ids=repr)
 def test_damaged_norms_are_refused_before_anything_changes(norms: Any) -> None:
     on, private = private_run(clipping=PerExample(quantile()))
     train(on, private, 3)
@@ -453,7 +451,7 @@ def test_damaged_norms_are_refused_before_anything_changes(norms: Any) -> None:
     weights, before = copied.state_dict(), repr(other.state_dict())
     weights = {name: t.clone() for name, t in weights.items()}
     copied.load_state_dict(on.state_dict())
-    with pytest.raises(CheckpointError, match="norms"):
+    with pytest.raises(CheckpointError, match="damaged"):
         other.load_state_dict(state)
     copied.load_state_dict(weights)
     assert repr(other.state_dict()) == before

@@ -11,7 +11,6 @@ import torch
 
 from clipwise import PerExample, augment, make_private
 from clipwise.distributed import sums
-from clipwise.engine.traced_sum import TracedStep
 from tests.distributed import jobs
 from tests.distributed.world import World, world
 
@@ -179,7 +178,7 @@ def compiled(rank: int, layout: str, options: dict[str, Any], steps: int) -> tup
                 steps -= step(*batch)
                 if not steps:
                     break
-        return jobs.whole(model), isinstance(step._captured, TracedStep)
+        return jobs.whole(model), step.form == "traced"
 
 
 @pytest.mark.parametrize("layout", ["plain", "ddp", "fsdp"])

@@ -25,7 +25,7 @@ NO_NOISE = [Entry(Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, 0.0, 1.0
 Draw = Callable[[list[Entry], Path], None]
 DRAWINGS: dict[str, Draw] = {
     "steps": lambda history, path: plots.epsilon_over_steps(history, 1e-5, path),
-    "curve": lambda history, path: plots.tradeoff_curve(history, path, gaussian=True),
+    "curve": lambda history, path: plots.tradeoff_curve(history, path, measured=0.5),
     "delta": plots.delta_profile,
 }
 every_drawing = pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)

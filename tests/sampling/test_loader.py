@@ -50,7 +50,8 @@ class Engine:
             yield sha256(b"step %d" % step).digest(), sha256(b"epoch %d" % epoch).digest(), slot
 
     def step(self) -> Piece:
-        piece = self.loader.consume()
+        piece = self.loader.awaited()
+        piece.consumed = True
         self.released += piece.last
         return piece
 
@@ -243,7 +244,7 @@ def test_workers_hand_out_what_collate_fn_returned() -> None:
     loader = PrivateLoader(FixedSize(SIZE, 7), fetcher, lambda: iter([(b"step", b"epoch", 0)]), num_workers=1)
     batch = next(iter(loader))
     assert isinstance(batch, np.ndarray)
-    assert batch.tolist() == loader.consume().indices.tolist()
+    assert batch.tolist() == loader.awaited().indices.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")

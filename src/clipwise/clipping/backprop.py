@@ -15,7 +15,7 @@ from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.precision import PutAside, chosen_arithmetic
 from clipwise.layers.clipped import ClippedLayer
-from clipwise.layers.clipped.layer import MODES, Constants, clip_constant
+from clipwise.layers.clipped.layer import MODES, ClipConstants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
@@ -193,7 +193,7 @@ class BackpropClipper(Clipper):
             layer.constants = replace(layer.constants, input_norm=input_norm, grad_norm=grad_norm)
         return self.follow(is_updated=False)
 
-    def _constants_now(self) -> dict[str, tuple[Constants, int]]:
+    def _constants_now(self) -> dict[str, tuple[ClipConstants, int]]:
         return {name: (layer.constants, layer.uses) for name, layer in self._layers.items()}
 
     def _take_constants(self) -> None:

@@ -34,7 +34,7 @@ from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import losses as bounded_losses
 from clipwise.lipschitz import weights
-from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
+from clipwise.lipschitz.bounds import Bounds, MeasuredNorms, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, trace, unit_of
@@ -228,7 +228,7 @@ class LipschitzClipper(Clipper):
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
-        self._norms: Measured = {}
+        self._norms: MeasuredNorms = {}
         self._fixed: Bounds | None = None
         self._is_loaded = False
         self.follow(is_updated=True)
@@ -348,7 +348,7 @@ class LipschitzClipper(Clipper):
             )
 
 
-def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:
+def _are_slightly_below(norms: MeasuredNorms, loaded: MeasuredNorms) -> bool:
     """Whether loaded norms are valid and almost tight for the weights: then a resumed run continues bit for bit."""
     return all(
         value <= loaded[op][name] <= value * (1 + 1e-3) + 1e-12

@@ -77,15 +77,11 @@ class NoisedStatistics:
 
 
 class LayerStatistics:
-    """`NoisedStatistics` for the layers of one model; no layers if `rule` is None.
-
-    Attributes:
-        bounds: one part per layer, with sensitivity `factor` times R.
-    """
+    """`NoisedStatistics` for the layers of one model; no layers if `rule` is None."""
 
     def __init__(self, rule: NoisedStatistics | None, site: Site, factor: float) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
-        self.bounds: tuple[Bound, ...] = ()
+        self.bounds: tuple[Bound, ...] = ()  # one part per layer, with sensitivity `factor` times R
         for name, layer in site.model.named_modules():
             if rule is None and isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
                 raise ConfigurationError(  # it would normalize by mean 0 and variance 1 forever

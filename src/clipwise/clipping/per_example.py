@@ -179,8 +179,8 @@ class PerExampleClipper(VectorClipper):
         return sums | statistics
 
     def nothing(self) -> dict[str, Tensor]:
-        nobody = torch.zeros(0, dtype=torch.bool, device=next(iter(self._parameters.values())).device)
-        counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
+        no_example = torch.zeros(0, dtype=torch.bool, device=next(iter(self._parameters.values())).device)
+        counts = self._constants.counts(dict.fromkeys(self._constants.groups, no_example), no_example)
         return super().nothing() | counts | self._statistics.nothing()
 
     def _gradients(self, losses: Tensor) -> tuple[PerExampleGradients, tuple[str, ...]]:

@@ -106,12 +106,12 @@ class PublicData:
         return f"PublicData({self.name}, {self.size} {'batches' if self.comes_in_batches else 'examples'})"
 
 
-def require_public(given: object, who: str, instead: str = "") -> PublicData:
+def require_public(given: object, owner: str, instead: str = "") -> PublicData:
     """Raise if `given` is not marked as public."""
     if isinstance(given, PublicData):
         return given
     raise ConfigurationError(
-        f"{who}: public must be data that is marked as public, not a {type(given).__name__}. Values computed from it "
+        f"{owner}: public must be data that is marked as public, not a {type(given).__name__}. Values computed from it "
         "get no noise, so private data may not be used here. If every record is public, pass PublicData(data, loss=...)"
         f"{instead}."
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Site, damaged
+from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number, with_plain_numbers
 
@@ -125,29 +125,20 @@ _LEAST_NORM, _MOST_NORM = 1e-30, 1e30  # outside, clipped gradients and noise un
 
 
 class Constants:
-    """The constants of each part: the clipping norm C_k and the scales of its parameters. Here they never change.
+    """The constants of each part: the clipping norm C_k and the scales of its parameters. Here they never change."""
 
-    Attributes:
-        groups: the parameters of each part.
-        norms: C_k, the clipping norm of each part, after scaling.
-        scales: m, the factor of each parameter's gradient before clipping; 1 if missing.
-        bounds: the parts released besides the gradient.
-        lasts: the minimum number of releases between changes of groups, norms or scales by `learn`.
-        alone: whether each vector contributes to one random part only; see privacy.Part.
-        share: the expected fraction of the vectors in each part, a factor of the divisor.
-        frozen: entries set to 0 before clipping, by parameter (bool, of its shape).
-    """
-
-    lasts: float = math.inf
-    alone: bool = False
-    share: float = 1.0
+    lasts: float = math.inf  # the fewest releases between changes of groups, norms or scales by `learn`
+    alone: bool = False  # whether each vector contributes to one random part only; see privacy.Part
+    share: float = 1.0  # the expected fraction of the vectors in each part, a factor of the divisor
 
     def __init__(
         self, groups: dict[str, list[str]], norms: dict[str, float], scales: Mapping[str, float] | None = None
     ) -> None:
-        self.groups, self.norms, self.scales = groups, norms, dict(scales or {})
-        self.bounds: tuple[Bound, ...] = ()
-        self.frozen: dict[str, Tensor] = {}
+        self.groups = groups  # the parameters of each part
+        self.norms = norms  # C_k, the clipping norm of each part, after scaling
+        self.scales = dict(scales or {})  # m, the factor of each parameter's gradient before clipping; 1 if missing
+        self.bounds: tuple[Bound, ...] = ()  # the parts released besides the gradient
+        self.frozen: dict[str, Tensor] = {}  # entries set to 0 before clipping, by parameter (bool, of its shape)
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         """The bounds of a step, with sensitivity `factor` times C_k."""
@@ -180,7 +171,7 @@ class Constants:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore a `state_dict`. Returns whether anything changed."""
+        """Restore a `state_dict`; any exception if it is invalid. Returns whether anything changed."""
         return False
 
 
@@ -348,12 +339,6 @@ class QuantileNorms(Constants):
         return {"norms": dict(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        norms = state.get("norms")
-        if not (
-            isinstance(norms, dict)
-            and norms.keys() == self.norms.keys()
-            and all(isinstance(C, float) and self._least[k] <= C <= self._most[k] for k, C in norms.items())
-        ):
-            raise damaged("its norms are missing or out of range")
-        self.norms.update(norms)
+        saved = state["norms"]
+        self.norms = {k: number(k, saved[k], least=self._least[k], most=self._most[k]) for k in self.norms}
         return True

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, require_split
+from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, damaged, require_split
 from clipwise.clipping.contrib.sparse import Sparse, Thinned
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.public import PublicData
@@ -111,14 +111,7 @@ class VectorClipping(Strategy):
 
 
 class VectorClipper(Clipper):
-    """A clipper with bounds that are the norms of its constants times a factor.
-
-    Args:
-        constants: the constants of the parts.
-        factor: the sensitivity of part k over C_k.
-        vectors: the expected number of clipped vectors per step.
-        statistics: layer statistics released with the gradient.
-    """
+    """A clipper whose sensitivity of part k is `factor` C_k, for an expected number of clipped `vectors` per step."""
 
     _memory: Memory
 
@@ -159,7 +152,10 @@ class VectorClipper(Clipper):
         return self._constants.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        return self._constants.load_state_dict(state) and self._restate()
+        try:
+            return self._constants.load_state_dict(state) and self._restate()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged("the state of its clipping is missing or invalid") from error
 
     def _restate(self) -> bool:
         """Recompute the bounds from the constants. Returns True: they changed."""

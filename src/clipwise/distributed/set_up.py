@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from clipwise.distributed.layouts import Layout
+from clipwise.distributed.layouts import ModelLayout
 from clipwise.distributed.ranks import OneRank, Ranks, digest_of
 from clipwise.errors import ConfigurationError
 from clipwise.validation.inventory import checksums
@@ -58,7 +58,7 @@ def require_equal_data(ranks: OneRank, dataset: Any) -> None:
         )
 
 
-def make_weights_equal(layout: Layout) -> None:
+def make_weights_equal(layout: ModelLayout) -> None:
     """If ranks have different weights, give all of them those of rank 0, as DistributedDataParallel does."""
     ranks = layout.ranks
     if not isinstance(ranks, Ranks) or layout.is_sharded:

@@ -18,7 +18,7 @@ Legend: B examples of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,10 @@ class Captured:
         context = self._context
         context.in_step = True
         before = self._begin(piece)
-        for rows, count in self._cut(batch, piece.size):
+        # A microbatch is not cut.
+        size = max(piece.size, self._size) if self._is_coupled else self._size
+        pieces = list(pieces_of(batch, piece.size, size, context.views))
+        for rows, count in pieces:
             self._add(rows, count)
         # The host prepares the release while the device gathers.
         if bounds_of(context) != self.bounds:
@@ -122,7 +125,7 @@ class Captured:
             self._derive_keys()
             self._update.prepare()
         if bool(self._rare):
-            self._gather_again(batch, piece.size, before)
+            self._gather_again(pieces, before)
         piece.consumed = True
         if not piece.last:
             self._awaited = context.made(), piece.index_in_batch + 1
@@ -174,31 +177,25 @@ class Captured:
             self._rows.fill(rows, count)
             self._gather.replay()
         else:
-            torch._foreach_copy_(self._sums, self._eager_sum(rows))
+            torch._foreach_copy_(self._sums, self._eager_sum(rows, count))
         if earlier is not None:
             torch._foreach_add_(self._sums, earlier)
         self._holds_any = True
 
-    def _gather_again(self, batch: Sequence[Any], count: int, before: list[Tensor] | None) -> None:
+    def _gather_again(self, pieces: Iterable[tuple[Sequence[Any], int]], before: list[Tensor] | None) -> None:
         """After a rare case: remove this piece from the sums and gather it eagerly."""
         self._clear()
         if before is not None:
             torch._foreach_add_(self._sums, before)
-        for rows, _ in self._cut(batch, count):
-            torch._foreach_add_(self._sums, self._eager_sum(rows))
+        for rows, count in pieces:
+            torch._foreach_add_(self._sums, self._eager_sum(rows, count))
         self._holds_any = True
 
-    def _eager_sum(self, rows: Sequence[Any]) -> list[Tensor]:
-        """The bounded sum of these rows, computed as in an eager step."""
-        found = self._in_order(clipped_rows(self._context, self._loss, rows, count_of(rows)))
+    def _eager_sum(self, rows: Sequence[Any], count: int) -> list[Tensor]:
+        """The bounded sum of the rows of `count` examples, computed as in an eager step."""
+        found = self._in_order(clipped_rows(self._context, self._loss, rows, count))
         self._context.guard.before_step()  # checks the pass above
         return found
-
-    def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
-        """Cut a piece to the size of the graph. A microbatch is not cut."""
-        views, size = self._context.views, max(count, self._size) if self._is_coupled else self._size
-        for rows, length in pieces_of(batch, count * views, size * views):
-            yield rows, length // views
 
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
         found = []

@@ -30,9 +30,9 @@ from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_piece
 from clipwise.engine.pieces import clipped_rows, count_of, kinds_of, pieces_of
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
-from clipwise.validation import step_inputs
 from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
+from clipwise.validation.step_guard import require_rows
 from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:
@@ -100,12 +100,19 @@ class CompiledStep:
     def _stays_eager(self) -> bool:
         return not (self._captures or self._traces)
 
+    @property
+    def form(self) -> str:
+        """How steps are taken now: "captured", "traced" or "eager"."""
+        if self._captured is None:
+            return "eager"
+        return "captured" if isinstance(self._captured, Captured) else "traced"
+
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
         step.require_open(context)
         piece = context.loader.awaited()
-        step_inputs.require_rows(batch, piece.size * context.views)
+        require_rows(batch, piece.size * context.views)
         if self._test is not None and self._test.is_pending:
             arrangements = partial(self._arrangements, batch, piece)
             self._test.examine(map_tensors(plain, batch), piece.size, context.which(piece), arrangements)
@@ -154,7 +161,7 @@ class CompiledStep:
     def _gathered(self, batch: Sequence[Any], count: int, size: int) -> dict[str, Tensor]:
         """The bounded sum of a batch, `size` examples at a time."""
         context, total = self._context, dict[str, Tensor]()
-        for rows, here in pieces_of(batch, count * context.views, size * context.views):
+        for rows, here in pieces_of(batch, count, size, context.views):
             for name, found in clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
         context.guard.before_step()  # checks the passes above
@@ -181,8 +188,7 @@ class CompiledStep:
         held = self._traced if self._captured is None else self._captured
         if held is None:
             return False
-        in_cuda_graph = isinstance(self._captured, Captured)
-        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
+        is_changed = self._traced is not None and self.form != "captured" and not self._traced.is_current
         return is_changed or held.bounds != bounds_of(self._context)
 
     def _is_examined(self) -> bool:

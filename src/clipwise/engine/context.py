@@ -84,7 +84,6 @@ class StepContext:
         self.guard = StepGuard(
             self.weights.state.inventory,
             plan.parameters,
-            self.weights.released,
             is_coupled=plan.strategy.is_coupled,
             has_local_update=plan.strategy.has_local_update,
             used=plan.layout.used,

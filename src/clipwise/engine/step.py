@@ -24,20 +24,19 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.clipping.contrib.sparse import without
-from clipwise.distributed import followers
-from clipwise.distributed.ranks import digest_of
-from clipwise.engine import describe
 from clipwise.engine.context import StepContext
+from clipwise.engine.pieces import over_views
+from clipwise.engine.record import charge_on_rank_0, describe_run
 from clipwise.errors import StepError
 from clipwise.gradients.outline import explain
-from clipwise.ledger import crash_points, multi_run
+from clipwise.ledger import crash_points
 from clipwise.noise.mechanism import noised_sums, write_gradients
 from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import training_loop
 from clipwise.validation.first_batches import recommend_check
-from clipwise.validation.step_inputs import require_losses
+from clipwise.validation.step_guard import require_losses
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,6 +93,7 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
         if context.plan.loss is not None:
             arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
             context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
+            context.guard.before_draw()  # the first pass may have made layers
     context.loop.draws_from_key = False
     context.guard.remember(batch)
     # Marked before the views are drawn, so that gradients at the inputs are per example.
@@ -133,6 +133,11 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
 # --------------------------------------------------------------------- clip
 
 
+def step(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
+    """`backward`, then `update` after the last piece of a batch. Returns whether the optimizer stepped."""
+    return update(context, backward(context, losses, outputs))
+
+
 @reporting_failures
 def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
@@ -153,7 +158,9 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
         return gather(context, piece, context.clipper.nothing())
     if not (context.tests or strategy.is_coupled or observer):
         recommend_check()
-    losses = require_losses(over_views(context, losses, piece.size), piece.size, strategy.is_coupled)
+    if context.plan.views is not None:
+        losses = over_views(context, losses, piece.size)
+    losses = require_losses(losses, piece.size, strategy.is_coupled)
     begin(context, piece)
     if not context.is_described:
         training_loop.require_no_loss_scaling(losses)
@@ -185,20 +192,6 @@ def backward_local_update(context: StepContext, batch: Any) -> bool:
     clipped = context.clipper.clipped_update(batch) if piece.size else context.clipper.nothing()
     context.guard.before_step()  # the local update must only change its copy of the model
     return gather(context, piece, clipped)
-
-
-def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
-    """One loss per example: the mean over its views."""
-    views = context.plan.views
-    is_whole = context.strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
-    if views is None or is_whole:
-        return losses
-    if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
-        raise StepError(
-            "losses must have one entry for each row of the batch from private.loader: with augmentation_multiplicity "
-            f"there are {views.count} rows per example. private.step takes their mean."
-        )
-    return views.mean(losses)
 
 
 def begin(context: StepContext, piece: Piece) -> None:
@@ -294,42 +287,17 @@ def release(
 
 
 def charge(context: StepContext, check: int = 0) -> None:
-    """Charge the ledger for a release before any of it is visible. Describe the run in the ledger first if needed.
-
-    Rank 0 charges, and every other rank waits until the charge is durable.
-    """
-    ranks, ledger, loop = context.ranks, context.ledger, context.loop
-    if ranks.count == 1:
+    """Charge the ledger for a release before any of it is visible. On several ranks the others wait for rank 0."""
+    if context.ranks.count > 1:
+        charge_on_rank_0(context, check)
+    else:
         charge_alone(context)
-        return
-    note: Any = None
-    if ranks.is_first:
-        before = len(ledger.about)
-        charge_alone(context)
-        note = [dict(entry) for entry in ledger.about[before:]]
-    elif not context.is_described:
-        note = [loop.draws, loop.follows_metric]
-    notes = followers.exchanged(ranks, note, digest_of(check, context.parts))
-    if ranks.is_first:
-        for found in filter(None, notes[1:]):
-            if loop.merge(*found):
-                context.is_described = False
-        return
-    for entry in notes[0] or ():
-        ledger.describe(entry)
-    context.is_described, context.described_strategy = True, describe.public_strategy(context)
-    context.keys.is_new = False
-    ledger.charge(context.event, context.tag)  # rank 0 has compared it with the budget
 
 
 def charge_alone(context: StepContext) -> None:
     """`charge` without the other ranks."""
     if not context.is_described:
-        if context.keys.is_new:
-            multi_run.require_unused(context.keys.key.id, context.ledger)
-        context.ledger.describe(describe.about(context).to_dict())
-        context.is_described, context.described_strategy = True, describe.public_strategy(context)
-        context.keys.is_new = False
+        describe_run(context)
     context.ledger.charge(context.event, context.tag, context.plan.budget)
 
 
@@ -421,16 +389,12 @@ def watch_steps(context: StepContext) -> list[RemovableHandle]:
             found.weights.before_user_step(has_closure=closure is not None)
 
     def after(*_: object) -> None:
-        if (found := watching()) is not None and not found.weights.state.is_updating:
-            after_user_step(found)
+        if (found := watching()) is None or found.weights.state.is_updating:
+            return
+        if found.weights.after_user_step():
+            follow_update(found, has_stepped=True)
+            found.weights.state.take()
+        elif found.plan.public_statistics is not None:
+            found.plan.public_statistics.refresh(force=True)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-
-def after_user_step(context: StepContext) -> None:
-    """Called after the user's own call of `optimizer.step()`."""
-    if context.weights.after_user_step():
-        follow_update(context, has_stepped=True)
-        context.weights.state.take()
-    elif context.plan.public_statistics is not None:
-        context.plan.public_statistics.refresh(force=True)

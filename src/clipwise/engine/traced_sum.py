@@ -62,13 +62,13 @@ class TracedSum:
         self._assumed = self._assumes()
         self._names: list[str] = []
         for _ in range(_PASSES_BEFORE):  # layouts and rules are checked and stored for this kind of graph
-            clipped_rows(context, loss, self.rows.batch, size * context.views)
+            clipped_rows(context, loss, self.rows.batch, size)
         context.guard.before_step()  # checks the passes above
         traced = trace(self._flat, self._inputs, context.model)
         self.is_random, self.bounds = traced.is_random, bounds_of(context)
         self._tolerance = self._tolerance_of(traced.is_coarse)
         self._lifted = [t.detach() for t in traced.lifted]
-        self._run: inductor.Run = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
+        self._run: inductor.CompiledRun = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
         self._agreed = self._tried = 0
         self.slower = 0.0
 
@@ -111,15 +111,14 @@ class TracedSum:
             sums, rare = self.run()
             if not bool(rare):
                 return sums
-        found = clipped_rows(self._context, self._loss, rows, count * self._context.views)
+        found = clipped_rows(self._context, self._loss, rows, count)
         self._context.guard.before_step()  # checks the pass above
         return found
 
     def cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
         """A piece in parts of at most the size of the graph. A microbatch is not cut."""
-        views, size = self._context.views, max(count, self.rows.size) if self._is_coupled else self.rows.size
-        for rows, length in pieces_of(batch, count * views, size * views):
-            yield rows, length // views
+        size = max(count, self.rows.size) if self._is_coupled else self.rows.size
+        return pieces_of(batch, count, size, self._context.views)
 
     def compare(self, batch: Sequence[Any], count: int) -> str | None:
         """Compare with eager sums on a piece that is drawn and not used yet. Returns what is wrong, or None."""
@@ -151,7 +150,7 @@ class TracedSum:
     def _eager(self, rows: Sequence[Any], count: int) -> Sums:
         if self.is_random:  # the padding draws random numbers as well
             return padded_rows(self._context, self._loss, self.rows.batch, self.rows.real_B)[0]
-        return clipped_rows(self._context, self._loss, rows, count * self._context.views)
+        return clipped_rows(self._context, self._loss, rows, count)
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:

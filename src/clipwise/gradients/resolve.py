@@ -16,8 +16,8 @@ from torch import Tensor
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
 from clipwise.gradients.growth import Growth
 from clipwise.gradients.layout import Layout, resized
-from clipwise.gradients.movers import Reading, Source, mover_places, sources_of
-from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
+from clipwise.gradients.movers import Reading, RowSource, mover_places, sources_of
+from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, GraphPlan, Outline
 from clipwise.gradients.probed_steps import Probing
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
@@ -46,17 +46,17 @@ _SHARED_BUFFER = (
 
 
 @dataclass
-class Finding:
+class KnownLayouts:
     """The probe results for graphs with one outline."""
 
     carries_data: dict[int, bool]
     # At the uses and around the operations that can move rows. The first layout is used. The probes could not
     # distinguish the others from it.
     layouts: dict[Place, list[Layout]]
-    sources: dict[Place, frozenset[Source]] = field(default_factory=dict)  # for rows in a data-dependent order
+    sources: dict[Place, frozenset[RowSource]] = field(default_factory=dict)  # for rows in a data-dependent order
     agreed: int = 1
     used: int = 0
-    plan: Plan | None = None
+    plan: GraphPlan | None = None
     # The layouts for recent sizes.
     recalled: dict[tuple[int, tuple[torch.Size, ...]], Resolved] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class Resolved:
 class Resolver:
     """Stores the findings of a run."""
 
-    findings: dict[Outline, Finding] = field(default_factory=dict)
+    findings: dict[Outline, KnownLayouts] = field(default_factory=dict)
     kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: differs between batches
     growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
     probing: Probing = field(default_factory=Probing)
@@ -129,10 +129,9 @@ class Resolver:
         finding = self.findings.get(graph.outline)
         if finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
-        if not is_tracing():
-            finding.used += 1
-            if finding.used % _PROBE_AGAIN_AFTER == 0:
-                return None
+        finding.used += 1
+        if finding.used % _PROBE_AGAIN_AFTER == 0 and not is_tracing():
+            return None
         if not graph.uses or graph.plan is not finding.plan:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
@@ -229,7 +228,7 @@ class Resolver:
 
     def _with_movers(
         self, graph: Graph, prober: Prober, candidates: dict[Place, list[Layout]]
-    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[Source]]]:
+    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[RowSource]]]:
         """Regular layouts of the uses and around the operations that can move rows, and where other rows come from."""
         if not graph.outline.moves_rows:
             return candidates, {}
@@ -248,7 +247,7 @@ class Resolver:
         graph: Graph,
         carries_data: dict[int, bool],
         layouts: dict[Place, list[Layout]],
-        sources: dict[Place, frozenset[Source]],
+        sources: dict[Place, frozenset[RowSource]],
     ) -> None:
         before = self.findings.get(graph.outline)
         if before and (before.carries_data, before.layouts.keys()) == (carries_data, layouts.keys()):
@@ -263,7 +262,7 @@ class Resolver:
         if unknown:
             self.probing.unread = max(unknown)[0]
         else:
-            self.findings[graph.outline] = Finding(carries_data, layouts, sources)
+            self.findings[graph.outline] = KnownLayouts(carries_data, layouts, sources)
 
 
 def _selection(node: Node) -> Tensor | None:

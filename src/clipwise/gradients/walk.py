@@ -37,9 +37,9 @@ from clipwise.gradients.outline import (
     ROW_MOVERS,
     TRANSPOSE,
     TURNS,
-    Entry,
+    GraphPlan,
     Outline,
-    Plan,
+    OutlineEntry,
     UsePlan,
     require_not_rerun,
 )
@@ -116,7 +116,7 @@ class Graph:
     order: list[Node]  # each node after the nodes that feed it
     outline: Outline
     uses: list[Use] = field(default_factory=list)
-    plan: Plan = field(init=False)  # set by `classify`
+    plan: GraphPlan = field(init=False)  # set by `classify`
 
     @cached_property
     def names(self) -> dict[Node, str]:
@@ -132,7 +132,7 @@ class Graph:
                 f"one example alone. {USUAL_CAUSES}"
             )
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: GraphPlan) -> None:
         """Find the uses of a plan."""
         self.plan, self.uses = plan, [self._use(found) for found in plan.uses]
 
@@ -149,7 +149,7 @@ class Outlines:
 
     def __init__(self) -> None:
         self._recent: list[Outline] = []
-        self._known: dict[tuple[tuple[Entry, ...], int], Outline] = {}  # by entries and output
+        self._known: dict[tuple[tuple[OutlineEntry, ...], int], Outline] = {}  # by entries and output
 
     def walk(self, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
         """Like the function `walk`; graphs of one kind share one outline."""
@@ -225,7 +225,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     root: Node = losses.grad_fn
     order: list[Node] = []
     position: dict[Node, int] = {}
-    entries: list[Entry] = []
+    entries: list[OutlineEntry] = []
     cutting: list[int] = []
     movers: list[int] = []
     alone: set[int] = set()  # parameters, and functions of parameters alone
@@ -247,7 +247,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             order.append(node)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
-                entries.append(Entry(by_id[id(node.variable)], None))
+                entries.append(OutlineEntry(by_id[id(node.variable)], None))
                 continue
             inputs = tuple((-1 if n is None else position[n], nr) for n, nr in children)
             # Rows of a parameter belong to no example; the data may select and split them freely.
@@ -262,7 +262,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 cuts = _cuts(node, name, len(losses))
             elif of_parameters and name in CASTS:  # not compared: a parameter keeps its dtype
                 cuts = CROSSES if _crosses(node) else None
-            entries.append(Entry(name, inputs, cuts))
+            entries.append(OutlineEntry(name, inputs, cuts))
 
     require_not_rerun(*(entry.name for entry in entries if entry.inputs is not None))
     reached = {entry.name for entry in entries if entry.inputs is None}

@@ -105,7 +105,8 @@ class PublicStatistics:
         cotangents: list[Tensor] = []
         for place, layer in self._exact().items():
             assert layer.weight is not None and layer.bias is not None
-            if not all(names.get(p) in gradients for p in (layer.weight, layer.bias)):
+            given = [(p, gradients.get(names.get(p, ""))) for p in (layer.weight, layer.bias)]
+            if any(g is None or g.shape != p.shape for p, g in given):
                 raise ConfigurationError(
                     f"Layer {place!r}: kind='public-exact' needs the gradients of its scale and shift: give all "
                     "gradients that were released, by the names of the model's parameters."

@@ -23,7 +23,7 @@ _TORUS_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowGeometry:
     """The geometry of a kernel's windows on an image, per dimension. `before`: zero padding; `out`: window count."""
 
     size: tuple[int, ...]
@@ -52,7 +52,7 @@ class Windows:
         return [window_counts(n, k, s, d, before, windows=out) for n, k, s, d, before, out in each]
 
 
-def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
+def operator_from(norms: Mapping[str, float], windows: WindowGeometry) -> float:
     """An upper bound on the operator norm of the convolution, the smallest of:
 
     - gathering: |windows of x|^2 <= cover |x|^2, so sqrt(cover) |W|, W as c_out x (c_in k);
@@ -70,7 +70,7 @@ def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     return min(*found, norms.get("torus", math.inf)) * (1 + _SLACK) if finite else math.inf
 
 
-def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
+def torus_bound(weight: Tensor, groups: int, windows: WindowGeometry) -> Tensor:
     """An upper bound on the norm from the Fourier transform of the operator; infinite if that is too large to form.
 
     On a torus of N >= n + d (k - 1) pixels per dimension no window wraps around, so a convolution with zero padding is
@@ -105,7 +105,7 @@ def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
 
 
 class ConvolutionRule(AffineRule):
-    """A convolution with zero padding over P windows; see `Windows` for `cover`, `operator_from` for its norm.
+    """A convolution with zero padding over P windows; see `WindowGeometry` for `cover`, `operator_from` for its norm.
 
     dW = sum_p g_p window_p^T, so |dW|_F <= |g| |windows|_F <= |g| min(sqrt(cover) |x|, sqrt(P) max_p |window_p|);
     db = sum_p g_p, so |db| <= sqrt(P) |g|.
@@ -124,7 +124,7 @@ class ConvolutionRule(AffineRule):
         place = Convolution(module)
         before = tuple(before for before, _ in place.around)
         geometry = place.kernel, place.stride, place.dilation, before
-        self.windows = Windows(tuple(shape[1:]), *geometry, tuple(call.out[1:]))
+        self.windows = WindowGeometry(tuple(shape[1:]), *geometry, tuple(call.out[1:]))
         self._taps = self.windows.taps
         self._channels = module.in_channels // module.groups
         self.gathered = math.sqrt(self.windows.cover)
@@ -236,7 +236,7 @@ def maximum_rule(call: Call) -> Rule:
     )
     if any(d > n for n, d in zip(sizes, dilation, strict=True)):
         raise call.refusal("its dilation is larger than the image, so a window can be empty: use a smaller dilation")
-    return _maximum(call, Windows(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
+    return _maximum(call, WindowGeometry(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
 
 
 def _maximum(call: Call, windows: int) -> Rule:

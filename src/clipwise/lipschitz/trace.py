@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.linear import ParameterRule
 from clipwise.lipschitz.rule import Call, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import INSTEAD, function_rule, module_rule, require_rule
@@ -30,16 +30,13 @@ _TAKE_SIZES = ("view", "reshape")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the network.
-
-    `where` names it in messages. `parameters` maps its module's names to the model's.
-    """
+    """One operation of the network."""
 
     name: str
-    where: str
+    where: str  # its name in messages
     rule: Rule
     inputs: tuple[str, ...]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str]  # from its module's names to the model's
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Network:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     rounding: Rounding
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
 
     @cached_property
     def uses(self) -> Mapping[str, int]:

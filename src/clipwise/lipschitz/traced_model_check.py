@@ -30,7 +30,7 @@ from clipwise.gradients.outline import ACCUMULATE
 from clipwise.gradients.walk import graph_nodes
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
@@ -129,7 +129,7 @@ class AsTraced:
         )
 
 
-def _hides_a_number(step: Step) -> bool:
+def _hides_a_number(step: GraphStep) -> bool:
     """The 3 of x + 3, and the rate of a dropout: autograd graphs do not show them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout
@@ -152,19 +152,12 @@ _FOLLOWS = ("_sym_", "_sizes", "_strides", "_options")  # saved shapes; shapes a
 
 
 class Spot(NamedTuple):
-    """The description of one graph node.
+    """The description of one graph node."""
 
-    Args:
-        name: of its operation; "parameter" for a node that accumulates a parameter's gradient.
-        leads: for each gradient that it returns, the index of the receiving node and of that node's input.
-        shapes: of the gradients that it receives.
-        settings: saved attributes by name, except tensors; norm and shape of a clip; the name of a parameter.
-    """
-
-    name: str
-    leads: Sequence[tuple[int | None, int]]
-    shapes: Shapes
-    settings: tuple[tuple[str, Any], ...]
+    name: str  # of its operation; "parameter" for a node that accumulates a parameter's gradient
+    leads: Sequence[tuple[int | None, int]]  # where each gradient that it returns goes: a node, and an input of it
+    shapes: Shapes  # of the gradients that it receives
+    settings: tuple[tuple[str, Any], ...]  # saved attributes, except tensors; norm and shape of a clip; a name
 
     @property
     def words(self) -> str:

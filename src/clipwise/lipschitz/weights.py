@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.bounds import Bounds, Measured, measured_norms
+from clipwise.lipschitz.bounds import Bounds, MeasuredNorms, measured_norms
 from clipwise.lipschitz.matrix_norms import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
@@ -84,7 +84,7 @@ def rescale_(network: Network, limits: Mapping[str, float], norm: str) -> dict[s
 @torch.no_grad()
 def clip_and_measure_(
     network: Network, limits: Mapping[str, float], norm: str, effort: Effort
-) -> tuple[Measured, dict[str, float]]:
+) -> tuple[MeasuredNorms, dict[str, float]]:
     """`clip_weights_`, and the norms of all weights afterwards, from one measurement if possible.
 
     A weight W times f has f times its norms, up to the rounding of f W. Parameters with another kind of clip, or with
@@ -216,7 +216,7 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
 
 @torch.no_grad()
 def balance_(
-    network: Network, pairs: list[Pair], bounds: Bounds, norms: Measured, limits: Mapping[str, float], norm: str
+    network: Network, pairs: list[Pair], bounds: Bounds, norms: MeasuredNorms, limits: Mapping[str, float], norm: str
 ) -> dict[str, float]:
     """Rescale pairs of layers in place to reduce the sum of the bounds, within the limits of the weights.
 

@@ -135,6 +135,6 @@ def _implementation(record: RunRecord) -> dict[str, Any]:
 def _mechanisms(record: RunRecord) -> list[str]:
     shown = ("releases", "noise", "sensitivity")
     lines = [f"{name}: {text}." for found in record.ledgers for name, text in found.lines() if name in shown]
-    versions = [", ".join(f"{name} {v}" for name, v in found.items()) for found in software(record)]
+    versions = map(wording.listed, software(record))
     lines += [f"Implemented with clipwise, {REPOSITORY} ({'; '.join(versions) or 'versions not recorded'})."]
     return [*lines, f"Security of the underlying data and access controls: {CURATOR}"]

@@ -60,6 +60,7 @@ class PrivateLoader:
         prepare: applied to each batch and its piece just before it is yielded.
         rank, ranks: this process and the number of processes. All of them draw the same batch, and each yields its own
             records. All yield the same number of pieces.
+        kept: returns the units of a draw that an audit keeps.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PrivateLoader:
         prepare: Callable[[Any, Piece], Any] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        kept: Callable[[Indices], Indices] | None = None,
     ) -> None:
         self._cut = BySize(max_physical_batch_size) if cut is None else cut
         if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
@@ -85,7 +87,7 @@ class PrivateLoader:
             whole("prefetch_factor", prefetch_factor, least=1)
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
-        if scheme.has_random_size or self._cut.may_be_empty or ranks > 1:
+        if scheme.has_random_size or self._cut.may_be_empty or ranks > 1 or kept is not None:
             fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
@@ -97,7 +99,7 @@ class PrivateLoader:
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
         self._prepare = prepare
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._kept = rank, ranks, kept
         self._turn = 0
         # Depends on the arguments only, so that the same training loop works for every batch size.
         self._yields_pieces = max_physical_batch_size is not None or self._cut.most_pieces(scheme.largest_size) > 1
@@ -219,6 +221,8 @@ class PrivateLoader:
     def _schedule(self, cut: Cut) -> Iterator[Piece]:
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
+            if self._kept is not None:
+                indices = self._kept(indices)
             is_whole, check = self._ranks == 1 and cut == WHOLE, 0
             parts = [indices] if is_whole else cut.of_rank(indices, self._rank, self._ranks)
             if self._ranks > 1:

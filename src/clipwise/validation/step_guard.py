@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import StepError, UnsupportedModelError, warn
 from clipwise.sampling.batch_structure import tensors_in
+from clipwise.validation.coupling import PAIRS
 from clipwise.validation.inventory import Inventory, checksums
+from clipwise.validation.marked import tracked
 from clipwise.validation.plain_attributes import PlainState
 from clipwise.validation.step_inputs import require_no_hooks, require_no_statistics_in
-from clipwise.validation.verified_weights import ReleasedGradients
 
 _TENSOR_BATCHES = 2  # batches on which contents of tensors are compared: `.data` changes no version
 _PLAIN_BATCHES = 8  # and plain attributes: a count that follows the data may advance equally on two batches
@@ -39,15 +40,14 @@ class BufferGuard:
     """Compares parameters, buffers and attributes at the draw of a batch and at the step on its losses."""
 
     def __init__(self, inventory: Inventory) -> None:
-        self.inventory = inventory
+        self.inventory = inventory.up_to_date()
         self._versions: dict[str, tuple[object, ...]] = {}
         self._held: list[Tensor] = []  # keeps their ids from being reused
         self._tensors_left, self._plain_left = _TENSOR_BATCHES, _PLAIN_BATCHES
         self._plain = PlainState()
 
     def remember(self, batch: object = None) -> None:
-        """Record the state at the draw of a batch."""
-        self.inventory.up_to_date()
+        """Record the state at the draw of a batch, with an inventory that is up to date."""
         self._versions, self._held = self._now()
         if self._plain_left:
             self._plain.remember(self.inventory.modules, {len(t) for t in tensors_in(batch) if t.dim()})
@@ -90,7 +90,6 @@ class StepGuard(BufferGuard):
     Args:
         inventory: of the model to train.
         parameters: the trainable parameters at `make_private`.
-        released: the gradients that the run wrote to `.grad`.
         is_coupled: whether whole microbatches are clipped, within which examples may depend on one another.
         has_local_update: whether a step works on a copy of the model, which may keep statistics.
         used: the parameters in the model during a step, if it is sharded.
@@ -100,16 +99,16 @@ class StepGuard(BufferGuard):
         self,
         inventory: Inventory,
         parameters: Mapping[str, nn.Parameter],
-        released: ReleasedGradients,
         is_coupled: bool = False,
         has_local_update: bool = False,
         used: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self._parameters, self._used, self._released = parameters, used or parameters, released
+        self._parameters, self._used = parameters, used or parameters
         self._is_coupled, self._has_local_update = is_coupled, has_local_update
         super().__init__(inventory)
 
     def before_draw(self) -> None:
+        """Check before a batch is drawn, and update the lists for `remember`."""
         self.inventory.up_to_date()
         self._require_same_parameters()
 
@@ -122,7 +121,6 @@ class StepGuard(BufferGuard):
         self.compare_listed()
         require_no_hooks(self._parameters)
         self._require_same_parameters()
-        self._released.require_own()
 
     def _require_same_parameters(self) -> None:
         for name, p in self.inventory.parameters:
@@ -133,6 +131,55 @@ class StepGuard(BufferGuard):
                     "the model (and clip its layers) first, then the optimizer with the parameters to train, then make "
                     "a new private run."
                 )
+
+
+def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
+    """Return losses that are one per example and carry a gradient, or raise. The batch size is secret: not in messages.
+
+    With `is_coupled` (whole microbatches are clipped) a single number is accepted.
+    """
+    if not isinstance(losses, Tensor):
+        raise StepError(f"losses must be a tensor with one loss per example, not {type(losses).__name__}.")
+    if type(losses) is not Tensor:
+        losses = tracked(losses)
+    if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
+        return torch.zeros(0)  # the loss of an empty microbatch is not used
+    if losses.dim() == 0 and not is_coupled:
+        raise StepError(
+            "losses is a single number, so the examples cannot be separated. Give one loss per example: use "
+            "reduction='none' and no mean or sum over the batch."
+        )
+    if losses.shape == (size, size) and size > 1:
+        raise StepError(f"{PAIRS} If the second dimension counts positions instead, sum or average over it.")
+    if losses.dim() > 1:
+        raise StepError(
+            f"losses has {losses.dim()} dimensions. Give one loss per example: first make sure that outputs and "
+            "targets have the same shape, then sum or average over each example's positions, as in "
+            "losses.flatten(1).sum(1)."
+        )
+    if losses.dim() == 1 and len(losses) != size:
+        raise StepError(
+            "losses does not have one entry for each example of the batch that private.loader returned. "
+            "Do not drop, repeat or pool examples."
+        )
+    if not losses.is_floating_point():
+        raise StepError(f"losses is {losses.dtype}: it must be real floating point.")
+    if not losses.requires_grad:
+        raise StepError(
+            "losses carries no gradient: compute it from the model's output, with gradients enabled "
+            "(no torch.no_grad, no .detach())."
+        )
+    return losses
+
+
+def require_rows(batch: object, size: int) -> None:
+    """Raise if a compiled step does not get the loader's last batch. The batch size is secret: not in messages."""
+    rows = {len(t) for t in tensors_in(batch) if t.dim()}
+    if rows != {size}:
+        raise StepError(
+            "step(*batch) takes the last batch of private.loader: tensors with a first dimension that counts its "
+            "examples. Do not drop, repeat or pool examples, and add nothing else to it."
+        )
 
 
 class LoopWarnings:

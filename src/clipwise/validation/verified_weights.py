@@ -200,6 +200,7 @@ class VerifiedWeights:
 
     def before_step(self, is_last: bool) -> None:
         """Verify before a piece is used, and a last time before the update if it is the last of its batch."""
+        self.released.require_own()
         self.released.require_used()
         if is_last:
             self.require(self.state.changed_before_update())

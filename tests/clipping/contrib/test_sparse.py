@@ -405,7 +405,7 @@ def test_the_state_is_plain_and_public() -> None:
 )
 def test_a_damaged_state_is_refused(damaged: dict[str, Any]) -> None:
     clipper = attach(STRATEGIES[0], small_model())
-    with pytest.raises(CheckpointError, match="frozen entries are missing"):
+    with pytest.raises(CheckpointError, match="damaged"):
         clipper.load_state_dict(damaged)
 
 

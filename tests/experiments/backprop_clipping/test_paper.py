@@ -6,6 +6,8 @@ from clipwise.errors import ConfigurationError
 from experiments.backprop_clipping.grid import private_methods
 from experiments.harness.runner import Options, reproduce
 
+pytestmark = pytest.mark.integration
+
 FIGURES = ("table-1", "withdrawn")
 
 

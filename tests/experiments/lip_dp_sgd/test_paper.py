@@ -10,6 +10,8 @@ from experiments.harness.runner import Options, reproduce
 from experiments.lip_dp_sgd import paper
 from experiments.lip_dp_sgd.claims import METHODS
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):

@@ -120,6 +120,7 @@ def test_the_first_of_equal_trials_is_taken():
 # ---------------------------------------------------------------------------- the command
 
 
+@pytest.mark.integration
 def test_it_runs_continues_and_ends(declared, tmp_path, capsys):
     declared(SMALL)
     words = ["normalization", "--table", "5", "--out", str(tmp_path)]
@@ -143,6 +144,7 @@ def test_runs_of_another_folder_are_taken_over(one_entry, tmp_path):
     assert len(found.cells) == 4 and not any("seed" in line for line in lines[before:])
 
 
+@pytest.mark.integration
 def test_several_processes_give_the_same_grid(declared, tmp_path):
     declared(dataclasses.replace(SMALL, trials=SMALL.trials[:1], seeds=1))
     found = reproduce(Options("normalization", tmp_path, workers=2), lambda _: None)

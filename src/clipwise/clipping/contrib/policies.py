@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
-from clipwise.clipping.contrib.typical import OF, Estimated, Measured, ReleasedNorms, Typical
+from clipwise.clipping.contrib.decay import Every, period_of, require_every
+from clipwise.clipping.contrib.typical import OF, Estimated, PublicNorms, ReleasedNorms, Typical
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.deprecation import renamed_fields
@@ -24,7 +24,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool, whole, with_plain_numbers
 
-Source = PublicData | ReleasedNorms
+NormSource = PublicData | ReleasedNorms
 
 
 class NormPolicy(Policy):
@@ -33,7 +33,7 @@ class NormPolicy(Policy):
     `grouped_by` is the argument with the groups h; the other fields are those of `Adaptive`.
     """
 
-    public: Source
+    public: NormSource
     of: str
     every: Every
     microbatch_size: int | None
@@ -45,13 +45,13 @@ class NormPolicy(Policy):
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         """The constants for one model, with norms measured at its current weights."""
-        who = f"{type(self).__name__}: {self.grouped_by}"
-        layers = group_parameters(getattr(self, self.grouped_by), site.parameters, who)
+        owner = f"{type(self).__name__}: {self.grouped_by}"
+        layers = group_parameters(getattr(self, self.grouped_by), site.parameters, owner)
         typical: Typical
         if isinstance(self.public, ReleasedNorms):
             typical = Estimated(self.public, site.parameters, layers)
         else:
-            typical = Measured(self.public, site, layers, self.of, self.microbatch_size)
+            typical = PublicNorms(self.public, site, layers, self.of, self.microbatch_size)
         return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
     def public_data(self) -> tuple[PublicData, ...]:
@@ -60,20 +60,20 @@ class NormPolicy(Policy):
     def require_measurable(self) -> None:
         """Raise if the source or the settings give no norms; called first in `__post_init__`."""
         with_plain_numbers(self)
-        who, microbatch_size = type(self).__name__, self.microbatch_size
-        require_every(self.every, who)
+        owner, microbatch_size = type(self).__name__, self.microbatch_size
+        require_every(self.every, owner)
         if not isinstance(self.public, ReleasedNorms):
-            require_public(self.public, who, instead="; without public data, pass ReleasedNorms()")
+            require_public(self.public, owner, instead="; without public data, pass ReleasedNorms()")
         elif self.every is None:
             raise ConfigurationError(
-                f"{who}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
+                f"{owner}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
                 "number of steps with ReleasedNorms()."
             )
-        object.__setattr__(self, "of", one_of(f"{who}: of", self.of, OF))
+        object.__setattr__(self, "of", one_of(f"{owner}: of", self.of, OF))
         if microbatch_size is not None:
-            whole(f"{who}: microbatch_size", microbatch_size, least=1)
+            whole(f"{owner}: microbatch_size", microbatch_size, least=1)
             if self.of != "microbatch":
-                raise ConfigurationError(f"{who}: microbatch_size requires of='microbatch'.")
+                raise ConfigurationError(f"{owner}: microbatch_size requires of='microbatch'.")
 
     def require_lengths(self, why: str) -> None:
         """Raise if the source is `ReleasedNorms`, which gives only ratios of norms."""
@@ -121,7 +121,7 @@ class Following(Constants):
         return {"releases": self._releases, **self._typical.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = saved_releases(state, "constants")
+        releases = whole("releases", state["releases"])
         self._typical.load_state_dict(state)
         self._releases = releases
         return self._take_over()
@@ -161,7 +161,7 @@ class Multipliers(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "optimal"
     of: str = "example"
     every: Every = "epoch"
@@ -243,7 +243,7 @@ class Adaptive(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "enhanced"
     of: str = "example"
     every: Every = "epoch"
@@ -286,7 +286,7 @@ class ByNorm(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     groups: int = 4
     among: Groups = "layer"
     grouped_by: ClassVar[str] = "among"

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Parameters, Site, damaged
+from clipwise.clipping.base import Bound, Parameters, Site
 from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.thresholds import Constants, ScaledConstants
 from clipwise.errors import ConfigurationError
@@ -164,14 +164,11 @@ class Thinned(ScaledConstants):
         return {**self._inner.state_dict(), "frozen": frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        try:
-            saved = state["frozen"]
-            wait = int(saved["wait"])
-            masks = {name: _unpacked(text, self._parameters[name]) for name, text in saved["entries"].items()}
-            held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
-            window = _Window(self._parameters, saved["window"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged("its frozen entries are missing or invalid") from error
+        saved = state["frozen"]
+        wait = int(saved["wait"])
+        masks = {name: _unpacked(text, self._parameters[name]) for name, text in saved["entries"].items()}
+        held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
+        window = _Window(self._parameters, saved["window"])
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
         self._active = {name: p.numel() for name, p in self._parameters.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Parameters, Site, damaged
+from clipwise.clipping.base import Parameters, Site
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.vector_clipping import tensor_lengths
 from clipwise.errors import ConfigurationError, UnreachedParametersError
@@ -51,14 +51,7 @@ class Typical(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`. Raises if it is invalid."""
-        norms = state.get("typical")
-        if not (
-            isinstance(norms, Mapping)
-            and norms.keys() == self.norms.keys()
-            and all(isinstance(e, float) and _SMALLEST <= e <= _LARGEST for e in norms.values())
-        ):
-            raise damaged("its typical norms are missing or out of range")
-        self.norms = dict(norms)
+        self.norms = {h: number(h, state["typical"][h], least=_SMALLEST, most=_LARGEST) for h in self.norms}
 
     def _take(self, norms: Mapping[str, float]) -> bool:
         found = floored(norms)
@@ -66,11 +59,13 @@ class Typical(ABC):
         return found is not None
 
 
-class Measured(Typical):
+class PublicNorms(Typical):
     """Norms on public data at the current weights, which are released, so the norms are public: see `mean_norms`."""
 
-    def __init__(self, public: PublicData, site: Site, *arguments: Any) -> None:
-        self._measure = partial(mean_norms, public, site.model, site.parameters, *arguments)
+    def __init__(
+        self, public: PublicData, site: Site, groups: Mapping[str, Sequence[str]], of: str, microbatch_size: int | None
+    ) -> None:
+        self._measure = partial(mean_norms, public, site.model, site.parameters, groups, of, microbatch_size)
         if not self.renew():
             raise ConfigurationError(
                 f"On the public data ({public.name}) every gradient is 0 or not finite, so typical norms cannot be "
@@ -250,13 +245,10 @@ class Estimated(Typical):
         return super().state_dict() | {"running": running}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        running = state["running"]
+        weight = number("weight", running["weight"])
+        squares, variances = (
+            {h: number(h, running[kind][h]) for h in self._sizes} for kind in ("squares", "variances")
+        )
         super().load_state_dict(state)
-        running = state.get("running", {})
-        squares, variances = running.get("squares", {}), running.get("variances", {})
-        numbers = [running.get("weight"), *squares.values(), *variances.values()]
-        if not (
-            squares.keys() == variances.keys() == self._sizes.keys()
-            and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
-        ):
-            raise damaged("its running means are missing")
-        self._weight, self._squares, self._variances = running["weight"], dict(squares), dict(variances)
+        self._weight, self._squares, self._variances = weight, squares, variances

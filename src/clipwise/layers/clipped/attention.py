@@ -29,8 +29,8 @@ from clipwise.kernels.factors import Norms
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
+    ClipConstants,
     ClippedLayer,
-    Constants,
     clipped_input,
     fits,
     is_plain,
@@ -115,7 +115,7 @@ class ClippedAttention(ClippedLayer):
     # Keeps torch's encoder layers from their fast path, which reads the weights and skips this module.
     _qkv_same_embed_dim = False
 
-    def __init__(self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.MultiheadAttention, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         self.refuse_if(
             kdim=(layer.kdim != layer.embed_dim, "leave it out"),
@@ -128,7 +128,7 @@ class ClippedAttention(ClippedLayer):
                 f"Layer {name!r} (MultiheadAttention) has positions in the first dimension: use batch_first=True."
             )
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._in = MapRole(self, constants, "projections", map=Matrix())
         self._out = MapRole(self, constants, "output", map=Matrix())
 

@@ -11,7 +11,7 @@ from torch import nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.batch_statistics import exchange_modules
 from clipwise.layers.clipped.attention import ClippedAttention
-from clipwise.layers.clipped.layer import BOUNDS, MODES, ClippedLayer, Constants, clip_constant, has_code_of_its_own
+from clipwise.layers.clipped.layer import BOUNDS, MODES, ClipConstants, ClippedLayer, clip_constant, has_code_of_its_own
 from clipwise.layers.clipped.linear import ClippedConvolution, ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedEmbedding, ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
@@ -82,7 +82,7 @@ def clip_inputs(
     for name, layer in found.items():
         norms = clip_constant("input_norm", inputs[name]), clip_constant("grad_norm", gradients[name])
         count = whole(f"uses[{name!r}]", counts[name], least=1)
-        clipped = _KINDS[type(layer)](layer, Constants(*norms, mode, bound), count, name)
+        clipped = _KINDS[type(layer)](layer, ClipConstants(*norms, mode, bound), count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):

@@ -42,7 +42,7 @@ LIMITS = Limits(AIM, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the
 
 
 @dataclass(frozen=True)
-class Constants:
+class ClipConstants:
     """The constants C1 and C2, mode and bound of one layer. See `clip_inputs`."""
 
     input_norm: float
@@ -133,7 +133,7 @@ def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     return torch.where(along(torch.isfinite(norm_B), x, dtype=torch.bool), x * along(scale_B, x), 0)
 
 
-def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tensor:
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: ClipConstants) -> Tensor:
     """sum_i nu_i row_i, where a row is an example's whole gradient, clipped to C2 by its exact norm.
 
     If far larger terms cancel in a row (`mass_Bn` holds their absolute sums), the row may be rounding error, which may
@@ -180,16 +180,16 @@ class ClippedLayer(nn.Module, ABC):
         name: the name used in messages.
     """
 
-    def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.Module, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__()
         self.layer, self.uses, self.name, self.constants = layer, uses, name, constants
 
     @property
-    def constants(self) -> Constants:
+    def constants(self) -> ClipConstants:
         return self._constants
 
     @constants.setter
-    def constants(self, constants: Constants) -> None:
+    def constants(self, constants: ClipConstants) -> None:
         self._constants = constants
         self._take(constants)
 
@@ -201,23 +201,17 @@ class ClippedLayer(nn.Module, ABC):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the constants saved with the weights: the input clip is part of the network's function."""
-        try:
-            input_norm, grad_norm, *choices = state.tolist()
-            mode, bound = (names[int(i)] for names, i in zip((MODES, BOUNDS), choices, strict=True))
-        except (AttributeError, ValueError, TypeError, IndexError):
-            raise ConfigurationError(
-                f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
-                "Load it with strict=False and without its '_extra_state', and give clip_inputs its constants."
-            ) from None
+        input_norm, grad_norm, mode_number, bound_number = state.tolist()
+        mode, bound = MODES[int(mode_number)], BOUNDS[int(bound_number)]
         if (mode, bound) != (self.constants.mode, self.constants.bound):
             raise ConfigurationError(
                 f"Layer {self.name!r} was saved with other settings than it has here: call clip_inputs(..., "
                 f"mode={mode!r}, bound={bound!r}) before you load it."
             )
         input_norm, grad_norm = clip_constant("input_norm", input_norm), clip_constant("grad_norm", grad_norm)
-        self.constants = Constants(input_norm, grad_norm, mode, bound)
+        self.constants = ClipConstants(input_norm, grad_norm, mode, bound)
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         """Create the roles for graph nodes of the next forward passes. Earlier nodes keep theirs."""
         self._role = Role(self, constants)
 
@@ -280,7 +274,7 @@ class Role:
     """The layer of a graph node, its constants when the node was created, and the name of the node in the layer."""
 
     layer: ClippedLayer
-    constants: Constants
+    constants: ClipConstants
     name: str = ""
 
     @property

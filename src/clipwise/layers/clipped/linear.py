@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
-from clipwise.layers.clipped.layer import Constants, fits, lengths, squared_lengths
+from clipwise.layers.clipped.layer import ClipConstants, fits, lengths, squared_lengths
 from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
 
 
@@ -66,7 +66,7 @@ class Matrix(Map):
 class ClippedLinear(ClippedMapLayer):
     """`nn.Linear`, clipped: (B, ..., in) to (B, ..., out)."""
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._role = MapRole(self, constants, map=Matrix())
 
 
@@ -199,7 +199,7 @@ class ClippedConvolution(ClippedMapLayer):
 
     layer: AnyConvolution
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._role = MapRole(self, constants, map=Convolution(self.layer))
 
     @property

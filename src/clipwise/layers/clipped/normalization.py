@@ -30,7 +30,7 @@ from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
-    Constants,
+    ClipConstants,
     OneInputLayer,
     Role,
     cleaned,
@@ -207,7 +207,7 @@ class ClippedEmbedding(OneInputLayer):
 
     layer: nn.Embedding
 
-    def __init__(self, layer: nn.Embedding, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.Embedding, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         self.refuse_if(**{option: (getattr(layer, option), "build it without") for option in options})

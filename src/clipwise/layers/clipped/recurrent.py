@@ -23,8 +23,8 @@ from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.rules.recurrent import Backward, Layer, gru, lstm, rnn
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
+    ClipConstants,
     ClippedLayer,
-    Constants,
     Role,
     along,
     at_least_shortest,
@@ -139,7 +139,7 @@ class ClippedRecurrent(ClippedLayer):
 
     layer: nn.RNNBase
 
-    def __init__(self, layer: nn.RNNBase, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.RNNBase, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         self.refuse_if(proj_size=(layer.proj_size, "leave it out, and put a Linear layer behind it"))
         if any(not p.requires_grad for p in layer.parameters()):
@@ -147,7 +147,7 @@ class ClippedRecurrent(ClippedLayer):
                 f"Layer {name!r} ({type(layer).__name__}) is frozen in part: train all of it, or freeze all of it."
             )
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         directions = ("", "_reverse") if self.layer.bidirectional else ("",)
         suffixes = [f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions]
         self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}

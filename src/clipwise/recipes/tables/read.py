@@ -16,7 +16,7 @@ import lzma
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -44,6 +44,7 @@ _COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
     (b"\xfd7zXZ\0", lzma.open),
 )
 _ARCHIVES = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # ZIP and .xlsx; .xls
+LONGEST_NAME = 100
 _CHUNK = 4096  # rows that are transposed at once
 # A last row that is added to every file: an open double quote would make it part of another row.
 _END = ["\x1fend of the file"]
@@ -172,6 +173,14 @@ def _unique_names(names: list[str], path: Path) -> tuple[str, ...]:
             "each column its own name."
         )
     return tuple(found)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names of columns for an error; not if they seem to be a row, which is private."""
+    found = list(names)
+    if any(is_number(name) or len(name) > LONGEST_NAME for name in found):
+        return "not listed here, because they look like a row. If the first line is one, add a line with names above it"
+    return ", ".join(found)
 
 
 def is_number(text: str) -> bool:

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
 from clipwise.recipes.tables.models import MODELS
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.tables.read import listed, read_table
 from clipwise.recipes.tables.schema import Auto, Category, Hashed, Kind, Schema, Target
 from clipwise.recipes.tables.statistics import Bins
 from clipwise.recipes.tables.values import is_missing
@@ -182,7 +182,7 @@ class TableSource(Source):
         if absent:
             raise ConfigurationError(
                 f"{self.path} has no column {absent[0]!r}, which the schema or the training data has. "
-                f"Its columns are {', '.join(self.table.columns)}."
+                f"Its columns are {listed(self.table.columns)}."
             )
         target = self.schema.target
         if target is not None and target.name in self.schema.columns:
@@ -283,7 +283,9 @@ def _declared_target(
     return declared if labels is None else Target(declared.name, task, tuple(str(each).strip() for each in labels))
 
 
-def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> tuple[Target, tuple[float, ...], str]:
+def _target_from(
+    target: Target, released: ReleasedCounts, bins: Bins, rows: int
+) -> tuple[Target, tuple[float, ...], str]:
     """The complete target, the noised counts of its labels, and a line for the statement."""
     if target.labels is not None:
         of_labels = released.histograms.get(LABELS)
@@ -307,7 +309,8 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
                 "a schema ([target] range = [LOW, HIGH]), or raise epsilon."
             )
         how = "noised" if released.std[target.name] else "exact"
-        line = f"the target is a number from {statistics.shown(bounds[0])} to {statistics.shown(bounds[1])}, by {how} counts"
+        low, high = map(statistics.shown, bounds)
+        line = f"the target is a number from {low} to {high}, by {how} counts"
         return Target(target.name, range=bounds), (), line
     if len(shown) < 2:
         raise ConfigurationError(
