@@ -1,26 +1,25 @@
 """Peak memory of training: model, optimizer, data and one step.
 
-On CUDA it is the peak of torch's allocator. A graph allocates its memory when it is captured, so with a graph the peak
-counts from the start of the run. On the CPU it is the peak growth of the resident memory of a fresh process, forked
+On CUDA it is the peak of torch's allocator in a step, and the memory that CUDA graphs keep for their temporary tensors.
+On the CPU it is the peak growth of the resident memory of a fresh process, forked
 from one that has imported everything and computed nothing. That process may use only a part of the free memory, so
 that a method that needs more fails without harm to the machine.
 """
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import resource
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from benchmarks.methods import is_graphed, settling_steps, steps_by, synchronize
+from benchmarks.methods import settling_steps, steps_by, synchronize
 from benchmarks.workload import Setting, make_workload
 from experiments.harness.limits import reason_of
 
@@ -46,18 +45,35 @@ def peak_memory(setting: Setting, method: str, device: torch.device, seed: int, 
 
 def _on_cuda(setting: Setting, method: str, device: torch.device, seed: int) -> int:
     """Makes all first steps, however long kernels take to compile: steps that probe a graph take more memory."""
+    before = held(device)
+    with steps_by(method, make_workload(setting, device, seed)) as step:
+        for _ in range(settling_steps(method)):
+            step()
+        return peak_of(step, device) - before
+
+
+def held(device: torch.device) -> int:
+    """Bytes of live tensors, and what CUDA graphs keep beside them."""
     torch.cuda.empty_cache()
     ones = torch.ones(2, 2, device=device)
     torch.mm(ones, ones)  # cuBLAS allocates its workspace once
-    before = torch.cuda.memory_allocated(device)
+    del ones
+    return torch.cuda.memory_allocated(device) + _kept_by_graphs()
+
+
+def peak_of(step: Callable[[], None], device: torch.device) -> int:
+    """The peak bytes of a step, with what CUDA graphs keep."""
+    synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    with steps_by(method, make_workload(setting, device, seed)) as step:
-        for counts in _plan(settling_steps(method), math.inf):
-            if counts and not is_graphed(method):
-                torch.cuda.reset_peak_memory_stats(device)
-            step()
-            synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+    step()
+    synchronize(device)
+    return torch.cuda.max_memory_allocated(device) + _kept_by_graphs()
+
+
+def _kept_by_graphs() -> int:
+    """Bytes of memory pools of graphs without a live tensor in them. Replays use them for temporary tensors."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def _in_a_process(setting: Setting, method: str, seed: int, seconds: float) -> int:

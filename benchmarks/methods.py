@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.graphs import compiled_steps, graphed_steps
 from benchmarks.peer import opacus_steps
-from benchmarks.workload import Workload, losses_of
+from benchmarks.workload import Workload
 from clipwise.clipping import PerExample
 from clipwise.engine.inductor import is_available
 from clipwise.engine.make_private import make_private
@@ -50,7 +50,7 @@ def _non_private(workload: Workload) -> Iterator[Step]:
     def step() -> None:
         x, y = next(batches)
         optimizer.zero_grad()
-        torch.autograd.backward(losses_of(workload.model(x), y).mean())
+        torch.autograd.backward(workload.losses(x, y).mean())
         optimizer.step()
 
     yield step
@@ -59,8 +59,9 @@ def _non_private(workload: Workload) -> Iterator[Step]:
 @contextmanager
 def _plain_compiled(workload: Workload) -> Iterator[Step]:
     """An ordinary step whose forward and backward pass `torch.compile` has compiled."""
+    torch._dynamo.reset()  # after a few models it would no longer compile this function
     optimizer, batches = workload.optimizer(), workload.batches()
-    loss = torch.compile(lambda x, y: losses_of(workload.model(x), y).mean())
+    loss = torch.compile(lambda x, y: workload.losses(x, y).mean(), dynamic=False)
 
     def step() -> None:
         x, y = next(batches)
@@ -82,7 +83,7 @@ def _plain_and_noise(workload: Workload) -> Iterator[Step]:
 
     def step() -> None:
         x, y = next(batches)
-        gradients = torch.autograd.grad(losses_of(workload.model(x), y).mean(), trained)
+        gradients = torch.autograd.grad(workload.losses(x, y).mean(), trained)
         noised = _noise_like(trained, key, workload.batch)
         torch._foreach_add_(noised, gradients)
         for p, gradient in zip(trained, noised, strict=True):
@@ -106,7 +107,7 @@ def _one_by_one(workload: Workload) -> Iterator[Step]:
         x, y = next(batches)
         total = [torch.zeros_like(p) for p in trained]
         for i in range(len(x)):
-            loss = losses_of(workload.model(x[i : i + 1]), y[i : i + 1]).sum()
+            loss = workload.losses(x[i : i + 1], y[i : i + 1]).sum()
             gradient = torch.autograd.grad(loss, trained)
             norm = torch.stack([g.norm() for g in gradient]).norm()
             factor = (MAX_NORM / norm).clamp(max=1)
@@ -130,6 +131,7 @@ def _private_run(workload: Workload, how: str) -> Iterator[Private]:
             sampling="shuffled",
             clipping=PerExample(max_norm=MAX_NORM, method=how),
             noise_multiplier=NOISE_MULTIPLIER,
+            augmentation_multiplicity=workload.views,
             ledger=Path(folder) / "ledger",
         ) as private,
     ):
@@ -144,7 +146,7 @@ def _private(workload: Workload, how: str) -> Iterator[Step]:
 
         def step() -> None:
             x, y = next(batches)
-            private.step(losses_of(workload.model(x), y))
+            private.step(workload.losses(x, y))
 
         yield step
 

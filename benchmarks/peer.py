@@ -33,6 +33,8 @@ def opacus_steps(
     opacus, validators, layers = (
         importlib.import_module(name) for name in ("opacus", "opacus.validators", "opacus.layers")
     )
+    if workload.views > 1:
+        raise ValueError("Opacus has no views of an example")
     device = workload.inputs.device
     workload.model = validators.ModuleValidator.fix(workload.model)
     for name, layer in list(workload.model.named_children()):
@@ -55,8 +57,9 @@ def opacus_steps(
     def step() -> None:
         x, y = next(batches)
         optimizer.zero_grad()
-        outputs = model(x)
-        loss = losses_of(outputs, y).mean() if ghost_loss is None else ghost_loss(outputs, y)
+        with workload.autocast():
+            outputs = model(x)
+            loss = losses_of(outputs, y).mean() if ghost_loss is None else ghost_loss(outputs, y)
         loss.backward()
         optimizer.step()
 

@@ -50,9 +50,10 @@ def trainer(row: Row, device: torch.device, optimizer: dict[str, bool], channels
     order = rows()
 
     def step() -> None:
-        chosen = next(order)
-        outputs = model(images[chosen])
-        loss = cross_entropy(outputs.reshape(-1, outputs.shape[-1]), labels[chosen].reshape(-1))
+        chosen = next(order).repeat_interleave(row.setting.views)
+        with torch.autocast(device.type, torch.bfloat16, enabled=row.setting.bf16):
+            outputs = model(images[chosen])
+            loss = cross_entropy(outputs.reshape(-1, outputs.shape[-1]), labels[chosen].reshape(-1))
         sgd.zero_grad()
         loss.backward()
         sgd.step()

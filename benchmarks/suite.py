@@ -11,7 +11,7 @@ import torch
 from benchmarks.cell import Cell
 from benchmarks.methods import REFERENCE, unavailable
 from benchmarks.options import Options
-from benchmarks.peers.measure import failures, measure_row
+from benchmarks.peers.measure import BASES, failures, measure_row
 from benchmarks.peers.rows import Row
 from benchmarks.peers.table import COLUMNS
 from benchmarks.records import Results
@@ -49,16 +49,18 @@ def measure_missing(
         conditions = environment(device) | {"quick": options.quick, "suite": options.suite}
         results = Results.go_on(options.out, conditions)
         results.begin(options.command, options.seed)
-        missing = [row for row in rows if not _has(row, columns, device, results, retry=options.retry)]
+        missing = [row for row in rows if _missing(row, columns, device, results, retry=options.retry)]
         say(f"{len(missing)} rows to measure, {len(rows) - len(missing)} already measured")
         deadline = Deadline(options.budget_seconds)
         for number, row in enumerate(missing, 1):
             left = deadline.left()
-            cell = _measure(row, columns, device, options, effort, left) if left > 0 else None
+            wanted = _missing(row, columns, device, results, retry=options.retry)
+            before = results.cells.get(row.name, {})
+            cell = _measure(_as_before(row, before), wanted, device, options, effort, left) if left > 0 else None
             if cell is None or (deadline.left() <= 0 and "failed" in cell):  # out of time: no result
                 say(f"the time is up: {len(missing) - number + 1} rows are left for another run")
                 break
-            results.add(row.name, cell)
+            results.add(row.name, _merged(before, cell))
             write_table(results, options.out)
             say(f"[{number}/{len(missing)}] {row.title}: {_in_short(cell)}")
     return results
@@ -81,15 +83,37 @@ def chosen_columns(wanted: list[str], usual: set[str]) -> list[str]:
     return [name for name in COLUMNS if name in chosen]
 
 
-def _has(row: Row, columns: list[str], device: torch.device, results: Results, *, retry: bool) -> bool:
-    """Whether a row has all these columns. With `retry`, a failed column that can run here does not count."""
+def _missing(row: Row, columns: list[str], device: torch.device, results: Results, *, retry: bool) -> list[str]:
+    """The columns that a row does not have, and those that they are compared with; empty if it has all.
+
+    With `retry`, a failed column that can run here does not count.
+    """
     cell = results.cells.get(row.name)
-    if cell is None:
-        return False
+    if cell is None or (retry and "failed" in cell):
+        return columns
     if "failed" in cell:
-        return not retry
-    again = retry and any(unavailable(name, device) is None for name in failures(cell))
-    return cell["columns"].keys() >= set(columns) and not again
+        return []
+    failed = failures(cell) if retry else {}
+    lacks = {name for name in columns if name not in cell["columns"]}
+    lacks |= {name for name in columns if name in failed and unavailable(name, device) is None}
+    return [name for name in columns if name in lacks or name in BASES] if lacks else []
+
+
+def _as_before(row: Row, cell: Cell) -> Row:
+    """The row in the form in which its other columns were measured."""
+    form = {name: cell[name] for name in ("optimizer", "channels_last") if name in cell}
+    return replace(row, setting=replace(row.setting, **form)) if form else row
+
+
+def _merged(before: Cell, cell: Cell) -> Cell:
+    """A cell with the columns that were measured before. Those of which it has new figures are replaced."""
+    if "columns" not in before:
+        return cell
+    if "failed" in cell:
+        return before
+    columns = before["columns"]
+    new = {name: found for name, found in cell["columns"].items() if "failed" in columns.get(name, {"failed": ""})}
+    return {**cell, "columns": columns | new, "notes": sorted({*before.get("notes", []), *cell.get("notes", [])})}
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,11 +31,13 @@ class Setting:
     """What is measured: a network, its data and a batch size.
 
     Args:
-        model, data: names that `build` and `shape_of` know.
+        model, data: names that `build` and `shape_of` accept.
         batch: examples per step.
         trained: the trained parameters: "all", or another value that `train_only` accepts.
         optimizer: "adam" as in the paper, "sgd-foreach" or "sgd-fused".
         channels_last: whether images and the weights of convolutions are channels-last in memory.
+        bf16: whether forward passes run under autocast to bfloat16.
+        views: the rows of each example. Plain training takes them as examples of their own.
     """
 
     model: str
@@ -43,12 +46,15 @@ class Setting:
     trained: str = "all"
     optimizer: str = "adam"
     channels_last: bool = False
+    bf16: bool = False
+    views: int = 1
 
     @property
     def key(self) -> str:
         """A name for files. It does not include optimizer and layout."""
         part = "" if self.trained == "all" else f"/{self.trained}"
-        return f"{self.model}/{self.data}/{self.batch}{part}"
+        views = "" if self.views == 1 else f"/{self.views} views"
+        return f"{self.model}/{self.data}/{self.batch}{part}{views}{'/bf16' if self.bf16 else ''}"
 
     @property
     def depth(self) -> int:
@@ -71,6 +77,8 @@ class Workload:
     targets: Tensor
     batch: int
     optimizer_name: str = "adam"
+    bf16: bool = False
+    views: int = 1
 
     @property
     def dataset(self) -> TensorDataset:
@@ -83,11 +91,21 @@ class Workload:
         return _OPTIMIZERS[self.optimizer_name](trained, lr=LEARNING_RATE)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless shuffled epochs."""
+        """Endless shuffled epochs, with all views."""
         while True:
             order = torch.randperm(len(self.inputs), device=self.inputs.device)
             for rows in torch.split(order, self.batch):
+                rows = rows if self.views == 1 else rows.repeat_interleave(self.views)
                 yield self.inputs[rows], self.targets[rows]
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of forward passes."""
+        return torch.autocast(self.inputs.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        """A forward pass: one loss per row."""
+        with self.autocast():
+            return losses_of(self.model(x), y)
 
 
 def make_workload(setting: Setting, device: torch.device, seed: int) -> Workload:
@@ -100,7 +118,7 @@ def make_workload(setting: Setting, device: torch.device, seed: int) -> Workload
     if setting.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = inputs.to(memory_format=torch.channels_last)
-    return Workload(model, inputs, targets, setting.batch, setting.optimizer)
+    return Workload(model, inputs, targets, setting.batch, setting.optimizer, setting.bf16, setting.views)
 
 
 def losses_of(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from benchmarks.networks.small import Reader, RowReader, cnn, even_mlp, mlp
 from benchmarks.networks.trained_parts import train_only
 from benchmarks.shapes import Shape
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.images.networks import wide_resnet
 
 __all__ = ["build", "names", "train_only"]
 
@@ -43,15 +44,17 @@ _NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
     "resnet18-groupnorm-32": partial(resnet, layers=18, norm=group_norm, small_images=True),
     "vgg11-groupnorm-32": partial(vgg, layers=11, norm=group_norm, small_images=True),
     **{f"mlp-4x{width}": partial(even_mlp, depth=4, width=width) for width in WIDTHS},
+    "wrn-16-4": lambda images: wide_resnet(images.channels, images.classes),
     "vit-b16": VisionTransformer,
     "vit-tiny": partial(VisionTransformer, patch=4, width=192, heads=3),
     "gpt2-small": GPT2,
+    "gpt2-small-untied": partial(GPT2, tied=False),
     "gpt2-mini": partial(GPT2, width=256, depth=4, heads=4),
 }
 
 
 def names() -> list[str]:
-    """Every network that `build` knows."""
+    """Every network that `build` accepts."""
     return list(_NETWORKS)
 
 

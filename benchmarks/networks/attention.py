@@ -60,17 +60,23 @@ class VisionTransformer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 small: 12 causal blocks of width 768; the output layer is the embedding again. No dropout."""
+    """GPT-2 small: 12 causal blocks of width 768; the output layer is the embedding again. No dropout.
 
-    def __init__(self, tokens: Tokens, *, width: int = 768, depth: int = 12, heads: int = 12) -> None:
+    With `tied=False` the output layer has weights of its own.
+    """
+
+    def __init__(
+        self, tokens: Tokens, *, width: int = 768, depth: int = 12, heads: int = 12, tied: bool = True
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(tokens.vocabulary, width)
         nn.init.normal_(self.words.weight, std=0.02)
         self.positions = nn.Parameter(0.02 * torch.randn(1, tokens.length, width))
         self.blocks = nn.Sequential(*(Block(width, heads, 4 * width, causal=True) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
+        self.head = None if tied else nn.Linear(width, tokens.vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, vocabulary)."""
         x = self.norm(self.blocks(self.words(ids) + self.positions))
-        return F.linear(x, self.words.weight)
+        return F.linear(x, self.words.weight) if self.head is None else self.head(x)  # type: ignore[no-any-return]

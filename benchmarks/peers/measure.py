@@ -1,4 +1,8 @@
-"""One row of the table: the memory of each column alone, then the times of all in turns."""
+"""One row of the table: the memory of each column, and the times of all in turns.
+
+On a CPU the memory is measured first, each column alone. On CUDA it is measured when a column is set up for the timing,
+so that nothing is compiled twice.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.cell import Cell, figures_of, outcome_in, tidy
-from benchmarks.memory import NoMemoryFigure, peak_memory
+from benchmarks.memory import NoMemoryFigure, held, peak_memory, peak_of
 from benchmarks.methods import (
     GRAPHED,
+    OPACUS,
     PLAIN_AND_NOISE,
     PLAIN_COMPILED,
     REFERENCE,
@@ -29,7 +34,8 @@ from benchmarks.timing import Contender, Effort, Rounds, interleave, settled
 from benchmarks.workload import Setting, make_workload
 from experiments.harness.limits import TooSlow, reason_of
 
-_BASES = (REFERENCE, PLAIN_AND_NOISE, GRAPHED, PLAIN_COMPILED)  # the denominators of ratios
+BASES = (REFERENCE, PLAIN_AND_NOISE, GRAPHED, PLAIN_COMPILED)
+_DENOMINATORS = (*BASES, *OPACUS)
 
 
 def measure_row(
@@ -53,13 +59,16 @@ def _columns(setting: Setting, columns: list[str], device: torch.device, seed: i
     found: dict[str, Cell] = {}
     for name in columns:
         reason = unavailable(name, device)
-        found[name] = {"failed": reason} if reason else _memory(setting, name, device, seed, effort)
+        if reason:
+            found[name] = {"failed": reason}
+        else:
+            found[name] = {} if device.type == "cuda" else _memory(setting, name, device, seed, effort)
     rounds = _rounds(setting, found, device, seed, effort)
     plain = found[REFERENCE]["peak_bytes"]
     for name in rounds.seconds:
         figures = found[name]
         figures |= figures_of(rounds.timing(name, REFERENCE))
-        figures[f"{TIME}_over"] = {base: rounds.ratio(name, base) for base in _BASES if base in rounds.seconds}
+        figures[f"{TIME}_over"] = {base: rounds.ratio(name, base) for base in _DENOMINATORS if base in rounds.seconds}
         if plain and figures["peak_bytes"]:
             figures[f"{MEMORY}_over"] = {REFERENCE: figures["peak_bytes"] / plain}
     return found
@@ -79,15 +88,20 @@ def _rounds(setting: Setting, found: dict[str, Cell], device: torch.device, seed
     """Time all columns that did not fail, on the same data. A column that fails here gets its reason."""
     wait = partial(synchronize, device)
     shared = make_workload(setting, device, seed)
+    data = shared.inputs.nbytes + shared.targets.nbytes
     contenders: dict[str, Contender] = {}
     with ExitStack() as stack:
         for name in [name for name, figures in found.items() if "failed" not in figures]:
             attempt = ExitStack()
             try:
+                before = held(device) if device.type == "cuda" else 0
                 workload = make_workload(setting, device, seed)
                 own = replace(workload, inputs=shared.inputs, targets=shared.targets)
                 step = attempt.enter_context(steps_by(name, own))
+                del workload
                 contenders[name] = settled(step, settling_steps(name), math.inf, wait)
+                if device.type == "cuda":
+                    found[name] = {"peak_bytes": peak_of(step, device) - before + data}
                 stack.push(attempt)
             except Exception as error:
                 attempt.close()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.cell import Cell
-from benchmarks.methods import AUTO, COMPILED, PLAIN_AND_NOISE, REFERENCE, REWEIGHT
+from benchmarks.methods import (
+    AUTO,
+    COMPILED,
+    GRAPHED,
+    INDUCTOR,
+    OPACUS,
+    PLAIN_AND_NOISE,
+    PLAIN_COMPILED,
+    REFERENCE,
+    REWEIGHT,
+)
 
 TIME, MEMORY = "time", "memory"
 
@@ -43,19 +53,28 @@ class Target:
 _REWEIGHT = (Target(REWEIGHT, 1.45), Target(REWEIGHT, 1.15, MEMORY))
 
 
-def targets(time: float, memory: float | None = None) -> tuple[Target, ...]:
-    """Targets relative to plain training, for eager and compiled steps. On the CPU memory has no target."""
-    if memory is None:
-        return (Target(AUTO, time), *_REWEIGHT)
-    return (Target(AUTO, time), Target(COMPILED, time), Target(AUTO, memory, MEMORY), *_REWEIGHT)
+_PEERS = tuple(Target(AUTO, 1.0, over=peer, below=True) for peer in OPACUS)
+_FORMS = (COMPILED, INDUCTOR)  # of a compiled step; each is compared
 
 
-def targets_over_noise(time: float, memory: float | None = None) -> tuple[Target, ...]:
-    """Targets for small networks, where noise is a large share: the eager step relative to non-private plus noise.
+def targets(time: float) -> tuple[Target, ...]:
+    """Targets on a CPU, relative to plain training."""
+    return (Target(AUTO, time), *_REWEIGHT)
 
-    On CUDA, where memory has a target, the compiled step must be faster than eager plain training.
-    """
-    own: tuple[Target, ...] = (Target(AUTO, time, over=PLAIN_AND_NOISE),)
-    if memory is not None:
-        own += (Target(COMPILED, 1.0, below=True), Target(AUTO, memory, MEMORY))
-    return own + _REWEIGHT
+
+def targets_over_noise(time: float) -> tuple[Target, ...]:
+    """Targets on a CPU for small networks, where noise is a large share: relative to non-private plus noise."""
+    return (Target(AUTO, time, over=PLAIN_AND_NOISE), *_REWEIGHT)
+
+
+def targets_on_cuda(time: float, memory: float) -> tuple[Target, ...]:
+    """The compiled step relative to plain `torch.compile` in time and to plain training in memory; the eager step
+    relative to peers."""
+    own = [(Target(form, time, over=PLAIN_COMPILED), Target(form, memory, MEMORY)) for form in _FORMS]
+    return (*own[0], *own[1], *_PEERS)
+
+
+def targets_of_small(graphed: float) -> tuple[Target, ...]:
+    """On CUDA, for small networks: the compiled step must be faster than eager plain training."""
+    own = [(Target(form, 1.0, below=True), Target(form, graphed, over=GRAPHED)) for form in _FORMS]
+    return (*own[0], *own[1], *_PEERS)

@@ -39,6 +39,7 @@ def test_known_values(entry: Make, z: float, rate: float, steps: int, poisson: f
     assert accountants.epsilon_of([entry("partition", rate, z, steps)], DELTA) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("z", "rate", "steps", "interval"),
     [(1.1, 256 / 60000, 5000, 1e-4), (0.6, 0.02, 100, 5e-4), (3.0, 0.3, 50, 5e-4), (0.8, 0.9, 3, 1e-3)],
@@ -140,6 +141,7 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
         assert doubled.get_epsilon_for_delta(DELTA) == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_mixed_histories_compose(entry: Make) -> None:
     history = [entry("poisson", 0.02, 0.9, 200), entry("full", 1.0, 2.0, 1), entry("poisson", 0.1, 3.0, 50)]
     by_reference = (

@@ -11,6 +11,8 @@ from clipwise.errors import ConfigurationError
 DATA = {
     "transformer": "imdb",
     "gpt2-small": "text",
+    "gpt2-small-untied": "text",
+    "wrn-16-4": "cifar10",
     "gpt2-mini": "text-128",
     "vit-b16": "images-224",
     "vit-tiny": "images-32",

@@ -10,7 +10,7 @@ import torch
 from benchmarks import runner, suite
 from benchmarks.graphs import compiled_steps
 from benchmarks.memory import NoMemoryFigure
-from benchmarks.methods import AUTO, COMPILED, GRAPHED, PLAIN_AND_NOISE, REFERENCE, REWEIGHT, steps_by
+from benchmarks.methods import AUTO, COMPILED, GRAPHED, INDUCTOR, PLAIN_AND_NOISE, REFERENCE, REWEIGHT, steps_by
 from benchmarks.networks import build, train_only
 from benchmarks.options import Options
 from benchmarks.peers import form, measure
@@ -18,6 +18,7 @@ from benchmarks.peers.measure import measure_row
 from benchmarks.peers.rows import ON_CPU, ON_CUDA, QUICK, Row, rows_for
 from benchmarks.peers.run import USUAL
 from benchmarks.peers.targets import MEMORY, Target
+from benchmarks.records import Results
 from benchmarks.shapes import shape_of
 from benchmarks.suite import chosen_columns
 from benchmarks.timing import Effort
@@ -47,11 +48,26 @@ def test_every_row_has_a_unique_name_a_network_and_a_target_on_clipwise(rows):
         assert f"B={row.setting.batch}" in row.title
 
 
-def test_memory_and_graphs_have_targets_on_cuda_alone():
+def test_compiled_steps_have_targets_on_cuda_alone():
     for rows, on_cuda in ((ON_CUDA, True), (ON_CPU, False)):
-        whole = [row for row in rows if row.setting.trained == "all"]
-        assert all(any(b.column == AUTO and b.what == MEMORY for b in r.targets) == on_cuda for r in whole)
-        assert any(target.column == COMPILED for row in rows for target in row.targets) == on_cuda
+        for column in (COMPILED, INDUCTOR):
+            assert all(any(target.column == column for target in row.targets) == on_cuda for row in rows)
+        assert any(target.what == MEMORY and target.column == INDUCTOR for r in rows for target in r.targets) == on_cuda
+
+
+def test_rows_in_bf16_and_with_views_train(tmp_path):
+    for row in QUICK[-2:]:
+        for method in (REFERENCE, AUTO):
+            workload = make_workload(row.setting, CPU, 0)
+            x, _ = next(workload.batches())
+            assert len(x) == row.setting.batch * row.setting.views
+            before = [p.detach().clone() for p in workload.model.parameters()]
+            with steps_by(method, workload) as step:
+                step()
+            moved = [not torch.equal(a, b) for a, b in zip(before, workload.model.parameters(), strict=True)]
+            assert any(moved)
+        with workload.autocast():
+            assert workload.model(x).dtype == (torch.bfloat16 if row.setting.bf16 else torch.float32)
 
 
 def test_rows_are_chosen_by_name_in_the_order_of_the_table():
@@ -237,13 +253,18 @@ def test_the_settings_for_speed_hold_inside_and_end_there():
 # ------------------------------------------------------------------ running
 
 
+settings = []  # of the measurements of `made`
+
+
 @pytest.fixture
 def made(monkeypatch):
     """Measurements that take no time; gives the list of those made."""
     calls = []
+    settings.clear()
 
     def fake(row, columns, device, seed, effort, most_seconds):
         calls.append((row.name, columns))
+        settings.append(row.setting)
         cell = {"row": row.name, "setting": row.setting.key, "optimizer": "sgd-fused", "channels_last": False}
         cell["columns"] = {}
         for number, name in enumerate(columns):
@@ -282,14 +303,29 @@ def test_rows_are_measured_once_and_the_table_is_printed(made, tmp_path):
     assert len(made) == len(QUICK)
 
 
-def test_new_columns_and_failures_are_measured_when_asked(made, tmp_path):
+def test_new_columns_and_failures_are_measured_on_request(made, tmp_path):
     peers(tmp_path, rows=["mlp"], methods=[AUTO, REWEIGHT])
     peers(tmp_path, rows=["mlp"], methods=[AUTO])
     assert len(made) == 1
     peers(tmp_path, rows=["mlp"], methods=[PLAIN_AND_NOISE, AUTO])
-    assert made[-1] == ("mlp", [REFERENCE, PLAIN_AND_NOISE, AUTO]) and len(made) == 2
-    peers(tmp_path, rows=["mlp"], methods=[AUTO], retry=True)
+    assert made[-1] == ("mlp", [REFERENCE, PLAIN_AND_NOISE]) and len(made) == 2  # the last column of each fails
+    peers(tmp_path, rows=["mlp"], methods=[PLAIN_AND_NOISE], retry=True)
     assert len(made) == 3
+    peers(tmp_path, rows=["mlp"], methods=["opacus ghost"])
+    assert made[-1] == ("mlp", [REFERENCE, "opacus ghost"])  # beside plain training again
+    assert set(Results.read(tmp_path).cells["mlp"]["columns"]) == {
+        REFERENCE, PLAIN_AND_NOISE, AUTO, REWEIGHT, "opacus ghost"
+    }  # fmt: skip
+
+
+def test_columns_that_are_added_are_measured_in_the_same_form(made, tmp_path):
+    peers(tmp_path, rows=["mlp"], methods=[AUTO])
+    before = dict(Results.read(tmp_path).cells["mlp"]["columns"][AUTO])
+    peers(tmp_path, rows=["mlp"], methods=[AUTO, REWEIGHT])
+    assert made[-1] == ("mlp", [REFERENCE, REWEIGHT])
+    assert settings[-1].optimizer == "sgd-fused"
+    assert form.fastest_form(settings[-1], CPU, 0) is settings[-1]
+    assert Results.read(tmp_path).cells["mlp"]["columns"][AUTO] == before
 
 
 def test_what_cannot_run_here_is_not_tried_again(made, tmp_path):

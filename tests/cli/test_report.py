@@ -37,7 +37,6 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     refused(clipwise("report", tmp_path / "nothing"), "cannot be read")
     refused(clipwise("report", folder, folder), "given twice")
     refused(clipwise("report", folder, "--out", empty), "is a folder")
-    refused(clipwise("report", folder, "--out", tmp_path / "no" / "x.html"), "there is no folder")
 
 
 def test_exports_of_the_statement(folder: Path) -> None:

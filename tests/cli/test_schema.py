@@ -69,7 +69,7 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     refused(clipwise("schema", data, "--target", "age", "--task", "rank", "--out", out), "--task")
     refused(clipwise("schema", data, "--epsilon", 0, "--out", out), "--epsilon")
     refused(clipwise("schema", data, "--ledger", tmp_path / "l", "--out", out), "--ledger needs --epsilon")
-    refused(clipwise("schema", data, "--out", tmp_path / "no" / "s.toml"), "no folder")
+    refused(clipwise("schema", data, "--out", data / "s.toml"), "cannot be written")
     out.write_text("")
     refused(clipwise("schema", data, "--out", out), "exists already")
     refused(clipwise("schema", data, "--encoding", "klingon", "--out", tmp_path / "2"), "--encoding klingon")

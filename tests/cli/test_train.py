@@ -66,7 +66,7 @@ def run(table):
     return out
 
 
-def test_a_run_leaves_every_file_and_says_where(run):
+def test_a_run_writes_every_file_and_prints_where(run):
     names = ["checkpoint.pt", "config.toml", "evaluation.ledger", "ledger", "metrics.jsonl", "model.safetensors"]
     assert sorted(p.name for p in run.iterdir()) == sorted([*names, "model_card.md", "report.html", "statement.json"])
     statement = json.loads((run / "statement.json").read_text())

@@ -52,7 +52,7 @@ def evaluate(
     source = open_further(encoder, data, encoding)
     model = trained_model(encoder, name, folder)
     score_N = scores(model, encoder, source)
-    of_rows = None if groups is None else groups_of(source, encoder, groups, None)
+    of_rows = groups_of(source, encoder, groups, None)
     budget = epsilon_of(epsilon)
     if budget is None or ledger is None:
         figures = exact_figures(encoder, score_N, of_rows)

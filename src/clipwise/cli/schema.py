@@ -11,9 +11,10 @@ import typer
 from clipwise import accounting
 from clipwise.accounting.calibrate import smallest_noise
 from clipwise.cli.options import labels_of
-from clipwise.cli.output import counted, require_file, rounded_up, say
+from clipwise.cli.output import counted, rounded_up, say
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import FileLedger
+from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import JSON
 from clipwise.privacy import Entry
 from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
@@ -75,7 +76,7 @@ def schema(
         raise ConfigurationError("--labels and --task need --target, the column to predict.")
     if out.exists():
         raise ConfigurationError(f"--out {out} exists already: name another file, or delete it.")
-    require_file("--out", out)
+    require_writable("--out", out)
     draft = Schema.undeclared(names, wanted)
     if epsilon is None:
         if ledger is not None:
@@ -124,7 +125,4 @@ def _counted(source: TableSource, epsilon: float, delta: float, path: Path) -> t
 
 def _write(out: Path, schema: Schema, comments: dict[str, str], head: str) -> None:
     comments = {"missing": _MISSING, "[target]": _TARGET} | comments
-    try:
-        out.write_text(write_toml(schema, comments, head), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--out {out} cannot be written: {error.strerror}.") from error
+    out.write_text(write_toml(schema, comments, head), encoding="utf-8")

@@ -190,7 +190,7 @@ def _require_fully_sharded(model: nn.Module, modules: Sequence[FSDPModule], rank
     if not isinstance(model, FSDPModule):
         raise ConfigurationError(
             "fully_shard was called on parts of the model only: call fully_shard(model) last, on the whole model, so "
-            "that every parameter is sharded over the same ranks."
+            "that every parameter is sharded over the same ranks, and torch.compile(model) after it."
         )
     for name, p in model.named_parameters():
         if not isinstance(p, DTensor):

@@ -27,12 +27,12 @@ from clipwise.engine import step
 from clipwise.engine.captured import Captured, bounds_of
 from clipwise.engine.context import StepContext
 from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.engine.pieces import count_of, kinds_of, pieces_of
+from clipwise.engine.pieces import clipped_rows, count_of, kinds_of, pieces_of
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
-from clipwise.validation import step_inputs
 from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
+from clipwise.validation.step_guard import require_rows
 from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class CompiledStep:
         self._traced: TracedSum | None = None
         self._captured: Captured | TracedStep | None = None
         is_constant = _is_constant(context) and backend != "eager"
-        self._captures = is_constant and _can_capture(self._device)
+        # The release graph reduces nothing over ranks.
+        self._captures = is_constant and _can_capture(self._device) and context.ranks.count == 1
         is_wanted = backend in _TRACED or (backend == "auto" and _can_compile(self._device))
         self._traces = is_constant and context.clipper.is_traceable and is_wanted
 
@@ -99,12 +100,19 @@ class CompiledStep:
     def _stays_eager(self) -> bool:
         return not (self._captures or self._traces)
 
+    @property
+    def form(self) -> str:
+        """How steps are taken now: "captured", "traced" or "eager"."""
+        if self._captured is None:
+            return "eager"
+        return "captured" if isinstance(self._captured, Captured) else "traced"
+
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
-        context.require_open()
+        step.require_open(context)
         piece = context.loader.awaited()
-        step_inputs.require_rows(batch, piece.size * context.views)
+        require_rows(batch, piece.size * context.views)
         if self._test is not None and self._test.is_pending:
             arrangements = partial(self._arrangements, batch, piece)
             self._test.examine(map_tensors(plain, batch), piece.size, context.which(piece), arrangements)
@@ -153,8 +161,8 @@ class CompiledStep:
     def _gathered(self, batch: Sequence[Any], count: int, size: int) -> dict[str, Tensor]:
         """The bounded sum of a batch, `size` examples at a time."""
         context, total = self._context, dict[str, Tensor]()
-        for rows, here in pieces_of(batch, count * context.views, size * context.views):
-            for name, found in step.clipped_rows(context, self._loss, rows, here).items():
+        for rows, here in pieces_of(batch, count, size, context.views):
+            for name, found in clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
         context.guard.before_step()  # checks the passes above
         return total
@@ -180,8 +188,7 @@ class CompiledStep:
         held = self._traced if self._captured is None else self._captured
         if held is None:
             return False
-        in_cuda_graph = isinstance(self._captured, Captured)
-        is_changed = self._traced is not None and not in_cuda_graph and not self._traced.is_current
+        is_changed = self._traced is not None and self.form != "captured" and not self._traced.is_current
         return is_changed or held.bounds != bounds_of(self._context)
 
     def _is_examined(self) -> bool:
@@ -281,7 +288,7 @@ def _is_constant(context: StepContext) -> bool:
         and (context.views == 1 or not context.strategy.is_coupled)
         and not any(p.is_complex() for p in context.parameters.values())
         and plan.penalty is None
-        and plan.ranks.count == 1
+        # FSDP2 frees the parameters between steps.
         and not plan.layout.is_sharded
         and context.observer is None
     )
@@ -299,10 +306,14 @@ def _can_compile(device: torch.device) -> bool:
 
 
 def _piece_size(context: StepContext) -> int:
-    """The number of examples of a captured step: a batch of constant size, or nearly every batch of random size."""
-    given, scheme = context.loader.max_physical_batch_size, context.scheme
-    L = scheme.expected_size
-    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate)) if scheme.has_random_size else 0.0
+    """The number of examples of a compiled step: a batch of constant size, or nearly every batch of random size.
+
+    With several ranks it is the part of a batch on one of them, which has a random size in every scheme.
+    """
+    given, scheme, (_, shares) = context.loader.max_physical_batch_size, context.scheme, context.layout.share
+    L = scheme.expected_size / shares
+    is_random = scheme.has_random_size or shares > 1
+    spread = _SPREADS * math.sqrt(L * (1 - scheme.sample_rate / shares)) if is_random else 0.0
     wanted = max(_SMALLEST, math.ceil(L + spread))
     return wanted if given is None else min(wanted, max(_SMALLEST, given))
 

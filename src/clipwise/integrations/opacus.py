@@ -43,7 +43,7 @@ __all__ = [
     "get_noise_multiplier",
 ]
 
-# Layers that Opacus replaces because hooks do not see inside them. Here torch's own work.
+# Layers that Opacus replaces because hooks have no access to their internals. Here torch's own layers work.
 DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
 _SKIPS = ("signal_skip_step", "virtual_step")  # of Opacus' optimizers
@@ -102,6 +102,7 @@ class PrivacyEngine:
         self._ledger = self._own_ledger if ledger is None else ledger
         self._seed = seed
         self._private: Private | None = None
+        self._budget: tuple[float, float] | None = None  # epsilon and delta
 
     @property
     def private(self) -> Private:
@@ -160,8 +161,12 @@ class PrivacyEngine:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon of all releases so far. Raises if something else than the run changed the weights."""
-        return self.private.spent(delta=delta, accountant=self._accountant).epsilon
+        """Epsilon of all releases so far. Raises if something else than the run changed the weights.
+
+        The looser bound of "rdp" is not above the budget, which the run cannot exceed.
+        """
+        found = self.private.spent(delta=delta, accountant=self._accountant).epsilon
+        return found if self._budget is None or self._budget[1] != delta else min(found, self._budget[0])
 
     def save_checkpoint(
         self,
@@ -240,6 +245,7 @@ class PrivacyEngine:
             **arguments,
         )
         self._private = private
+        self._budget = (target["epsilon"], target["delta"]) if "epsilon" in target else None
         for name in _SKIPS:
             setattr(optimizer, name, _refuse_skip)
         loader = MeanLossLoader(private, batch_first=batch_first)

@@ -37,7 +37,7 @@ def test_the_byte_order_mark_decides_the_encoding(tmp_path: Path, encoding: str)
     assert read_names(path) == ("name", "city")
 
 
-def test_another_encoding_is_asked_for_by_its_argument_and_shows_no_bytes(tmp_path: Path) -> None:
+def test_an_error_about_the_encoding_names_its_argument_and_shows_no_bytes(tmp_path: Path) -> None:
     path = written(tmp_path, "name,city\nÅsa,Zürich\n", encoding="cp1252")
     with pytest.raises(ConfigurationError, match="--encoding") as error:
         read_table(path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clipwise.errors import ConfigurationError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.tables import Schema, TableEncoder, TableSource
 from clipwise.recipes.tables.schema import Category, Number, Target
 from clipwise.recipes.tables.source import LABELS
@@ -44,11 +44,11 @@ def every(source: TableSource) -> np.ndarray:
 class Fixed(NoisedCounts):
     """Gives what was released before, whatever the rows are."""
 
-    def __init__(self, released: Released) -> None:
+    def __init__(self, released: ReleasedCounts) -> None:
         super().__init__(3.0, lambda event: None, delta=1e-6)
         self._released = released
 
-    def release(self, *given: Any) -> Released:
+    def release(self, *given: Any) -> ReleasedCounts:
         return self._released
 
 
@@ -56,9 +56,9 @@ class Kept(NoisedCounts):
     """Records the requested and the released counts."""
 
     asked: tuple[Mapping[str, tuple[np.ndarray, int]], Mapping[str, Sequence[str | None]]]
-    released: Released
+    released: ReleasedCounts
 
-    def release(self, *given: Any) -> Released:
+    def release(self, *given: Any) -> ReleasedCounts:
         self.asked, self.released = (given[0], given[1]), super().release(*given)
         return self.released
 
@@ -239,7 +239,7 @@ def test_models_and_settings(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigurationError, match="linear"):
         encoder.model("forest")
     for rows, epsilon, preset in ((2, 0.1, "fast"), (500, 1.0, "best"), (10**6, 8.0, "fast")):
-        chosen = encoder.defaults(rows, epsilon, preset)
+        chosen = source.defaults(rows, epsilon, preset)
         assert 1 <= chosen.batch_size <= rows and chosen.epochs > 0 and 0 < chosen.counts_share < 1
         encoder.model(chosen.model)
 

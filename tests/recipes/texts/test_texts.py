@@ -59,7 +59,7 @@ def test_a_folder_states_its_labels(folder):
     assert (len(source), source.needs_counts()) == (6, False)
     encoder = source.prepare(np.arange(6), None)
     assert encoder.task.labels == ("neg", "pos")
-    assert source.texts([0, 5]) == ["neg text 0", "pos text 2"]
+    assert source.records.texts([0, 5]) == ["neg text 0", "pos text 2"]
     assert len(encoder.open(folder)) == 2
 
 
@@ -104,8 +104,8 @@ def test_the_reviews_of_imdb_without_labels_are_no_class(folder):
 def test_a_file_of_another_encoding_is_named(folder):
     (folder / "train" / "neg" / "1.txt").write_bytes("größe".encode("latin-1"))
     with pytest.raises(ConfigurationError, match=r"neg/1.txt is not text in UTF-8: give --encoding"):
-        TextSource(folder).texts(range(6))
-    assert TextSource(folder, encoding="latin-1").texts([1]) == ["größe"]
+        TextSource(folder).records.texts(range(6))
+    assert TextSource(folder, encoding="latin-1").records.texts([1]) == ["größe"]
 
 
 def test_predicts_texts_without_labels(reviews, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
@@ -45,7 +45,7 @@ WEIGHTS = (0.1, 10.0)
 
 @dataclass(frozen=True)
 class Findings:
-    """What noised counts have fixed.
+    """What follows from the noised counts.
 
     Args:
         kinds: the kind of each column that was not declared.
@@ -283,7 +283,9 @@ def _declared_target(
     return declared if labels is None else Target(declared.name, task, tuple(str(each).strip() for each in labels))
 
 
-def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> tuple[Target, tuple[float, ...], str]:
+def _target_from(
+    target: Target, released: ReleasedCounts, bins: Bins, rows: int
+) -> tuple[Target, tuple[float, ...], str]:
     """The complete target, the noised counts of its labels, and a line for the statement."""
     if target.labels is not None:
         of_labels = released.histograms.get(LABELS)
