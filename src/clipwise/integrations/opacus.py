@@ -58,10 +58,7 @@ _ADAPTIVE = {
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Takes the place of the class of Opacus: the model as it is.
-
-    On several ranks `make_private` gives all of them the weights of rank 0, and sums the clipped gradients.
-    """
+    """The model as it is. On several ranks `make_private` copies the weights of rank 0 and sums clipped gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -161,10 +158,7 @@ class PrivacyEngine:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon of all releases so far. Raises if something else than the run changed the weights.
-
-        The looser bound of "rdp" is not above the budget, which the run cannot exceed.
-        """
+        """Epsilon of all releases so far, at most the budget. Raises if something else changed the weights."""
         found = self.private.spent(delta=delta, accountant=self._accountant).epsilon
         return found if self._budget is None or self._budget[1] != delta else min(found, self._budget[0])
 
