@@ -57,7 +57,7 @@ class RunLogger:
         for sink in sinks:
             if not callable(getattr(sink, "log", None)):
                 raise ConfigurationError(
-                    f"{sink!r} is no sink, which has a method log: give CSVLog(path), for example."
+                    f"{sink!r} is no sink, which has a method log: give CSVLog(path) or the like."
                 )
         self._private, self._sinks, self._public = private, sinks, public
         self._every = whole("every", every, least=1)
