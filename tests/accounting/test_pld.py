@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft, special
 
-from clipwise.accounting import accountants, gaussian, pld, rdp
+from clipwise.accounting import accountants, gaussian, pld
 from clipwise.accounting.composition import Step, compose
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -238,22 +238,6 @@ def test_any_delta_has_a_bound(entry: Make, delta: float) -> None:
     assert accountants.epsilon_of(history, delta / 2) >= epsilon >= 0
     # The closed form of one step is a lower bound, even if only RDP is left.
     assert gaussian.hockey_stick(np.array([epsilon]), 0.01, 1.0)[0] <= delta
-
-
-def test_figures_without_the_rdp_library(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without a grid is then bounded by the closed form; other figures do not change."""
-
-    def missing(*args: object) -> float:
-        raise ImportError
-
-    usual, hard = [entry("poisson", 0.01, 1.0, 100)], [entry("poisson", 0.01, 2.0, 10**12)]
-    before = accountants.epsilon_of(usual, DELTA)
-    with_rdp = accountants.epsilon_of(hard, DELTA), accountants.delta_of(hard, 1e9)
-    monkeypatch.setattr(rdp, "epsilon", missing)
-    monkeypatch.setattr(rdp, "delta", missing)
-    assert accountants.epsilon_of(usual, DELTA) == before
-    assert with_rdp[0] < accountants.epsilon_of(hard, DELTA) <= gaussian.epsilon(DELTA, 1e6 / 2) * (1 + 1e-9)
-    assert with_rdp[1] <= accountants.delta_of(hard, 1e9) <= 1
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])

@@ -7,7 +7,7 @@ at low false-positive rates, because an attack with good average accuracy may st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +48,12 @@ class Membership:
         return f"{self.attack}: finds {at} false alarms, AUC {self.auc:.3f} ({scored})"
 
 
-def curve(attack: str, members: Array, others: Array) -> Membership:
+def curve(attack: str, members: Array, others: Array, rates: Sequence[float] = RATES) -> Membership:
     """The result for scores, where larger means "member". Each threshold is a quantile of the others' scores."""
     if not len(members) or not len(others):
         raise ConfigurationError("members and others: give at least one score of each.")
     rising, found = np.sort(others), {}
-    for rate in RATES:
+    for rate in rates:
         alarms = math.floor(rate * len(others))
         found[rate] = float((members > rising[-1 - alarms]).mean()) if alarms < len(others) else 1.0
     auc = (np.searchsorted(rising, members, "left") + np.searchsorted(rising, members, "right")).mean()

@@ -111,9 +111,10 @@ def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None
             "--trials is not possible with --accounted, where the number of runs is drawn and stays secret: give "
             "--mean-runs, their mean number."
         )
+    plan, shared = selection.planned(recipe, **given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
         require_folder(out)  # before the search, because its result cannot be computed again
-    plan, released = selection.search(recipe, seed, **given)  # type: ignore[arg-type]  # typer has checked the types
+    released = selection.search(recipe, plan, shared, seed)
     for sentence in selection.in_words(plan, released):
         say(sentence)
     if released is not None and out is not None:

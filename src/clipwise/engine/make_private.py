@@ -181,7 +181,6 @@ def make_private(
     fetcher = Fetcher(dataset, collate_fn)
     records = fetcher.dataset_size
     users = None if group is None else _users(group, strategy)
-    _require_records(dataset, records, batch_size)
     scheme = make_scheme(
         sampling,
         records if users is None else users.units(records),
@@ -333,16 +332,6 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
             "batch_size is the expected number of users per step. Leave microbatches out."
         )
     return ByUser(group)
-
-
-def _require_records(dataset: Any, records: int, batch_size: object) -> None:
-    """Raise for a data set that looks like columns and not records."""
-    batch_size = plain(batch_size)
-    if isinstance(dataset, (list, tuple)) and isinstance(batch_size, int) and batch_size > records:
-        raise ConfigurationError(
-            f"dataset is a {type(dataset).__name__} of {records} entries, fewer than batch_size={batch_size}. If they "
-            "are the columns of a data set, give TensorDataset(x, y)."
-        )
 
 
 def _require_whole_microbatches(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:

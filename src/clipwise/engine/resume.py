@@ -135,7 +135,8 @@ def close(context: StepContext, error: BaseException | None) -> None:
 
 def _count_broken_step(context: StepContext, error: BaseException | None) -> None:
     """Charge a batch that was drawn and not released, if an error occurred that its data may have caused."""
-    is_open = error is not None and context.loader.has_open_batch
+    piece = context.loader.current
+    is_open = error is not None and piece is not None and not (piece.consumed and piece.last)
     has_failed = context.in_step or context.loader.is_fetching or is_open
     is_foreign = context.must_load or context.keys.key.is_forked or not context.ranks.is_first
     if not has_failed or is_foreign or isinstance(error, BudgetExhausted):

@@ -1,4 +1,4 @@
-"""The pipeline of a private step, shared by eager and compiled steps.
+"""The pipeline of a private step on a `StepContext`, shared by eager and compiled steps.
 
     sample -> clip -> record -> noise -> update
 
@@ -6,8 +6,6 @@
     backward  clip: from losses to the bounded sum of a piece; `gather` adds up the pieces of a batch
     release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and learned values
     update    the optimizer steps on the released gradient
-
-All state is in the `StepContext`.
 """
 
 from __future__ import annotations
@@ -191,6 +189,7 @@ def backward_local_update(context: StepContext, batch: Any) -> bool:
     begin(context, piece)
     clipped = context.clipper.clipped_update(batch) if piece.size else context.clipper.nothing()
     context.guard.before_step()  # the local update must only change its copy of the model
+    context.weights.released.require_own()
     return gather(context, piece, clipped)
 
 

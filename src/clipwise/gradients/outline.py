@@ -170,7 +170,7 @@ class Trust:
 
 
 class Outline:
-    """The structure of one kind of graph. Graphs of a run with equal entries share one outline (walk.py)."""
+    """The structure of one kind of graph. Outlines are equal if all entries are; the hash is cached."""
 
     def __init__(
         self, entries: tuple[OutlineEntry, ...], output: int, cutting: tuple[int, ...], movers: tuple[int, ...]
@@ -188,7 +188,16 @@ class Outline:
         # By sizes of an example at both ends: the largest batch that fits into memory, the smallest that does not.
         self.fits: dict[tuple[int, ...], tuple[float, float]] = {}
         self.settled: GraphPlan | None = None  # of graphs with known layouts
+        self._hash = hash((entries, output))
         self._plan: GraphPlan | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Outline) and (self.output, self.entries) == (other.output, other.entries)
 
     @cached_property
     def outputs(self) -> list[tuple[int, ...]]:

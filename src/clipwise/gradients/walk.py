@@ -149,7 +149,7 @@ class Outlines:
 
     def __init__(self) -> None:
         self._recent: list[Outline] = []
-        self._known: dict[tuple[tuple[OutlineEntry, ...], int], Outline] = {}  # by entries and output
+        self._known: dict[Outline, Outline] = {}
 
     def walk(self, losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
         """Like the function `walk`; graphs of one kind share one outline."""
@@ -162,8 +162,7 @@ class Outlines:
                 self._known.clear()  # an unrolled network has a new graph for each sequence length
             graph = walk(losses, parameters)
             _require_open(graph.outline)
-            order, outline = graph.order, graph.outline
-            outline = self._known.setdefault((outline.entries, outline.output), outline)
+            order, outline = graph.order, self._known.setdefault(graph.outline, graph.outline)
         if not self._recent or self._recent[0] is not outline:
             others = [other for other in self._recent if other is not outline]
             self._recent = [outline, *others[: _RECENT - 1]]

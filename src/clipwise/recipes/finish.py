@@ -88,8 +88,9 @@ def rounded(figure: Mapping[str, Any]) -> str:
     group = "" if figure.get("group") is None else f" of {figure['group']}"
     where = f"on {figure['rows'].replace('public-test', 'public test')} rows"
     if name == "accuracy":
-        shown = "not known" if (low, high) == (0, 1) else f"{value:.1%} ({low:.1%} to {high:.1%})"
-        return f"accuracy{group} {shown} {where}"
+        if (low, high) == (0, 1):
+            return f"accuracy{group} {where}: not known, because there are too few of them"
+        return f"accuracy{group} {value:.1%} ({low:.1%} to {high:.1%}) {where}"
     digits = max(0, 3 - math.floor(math.log10(value or high or 1.0)))
     shown = f"{value:.{digits}f}" if value > 0 else "too small for the noise"
     return f"{name} {shown} ({low:.{digits}f} to {high:.{digits}f}) {where}"

@@ -195,8 +195,8 @@ def _with_cost(error: ClipwiseError, folder: RunFolder) -> ClipwiseError:
     """The error of a run that cannot be trained. The folder of a run without a release is removed."""
     if folder.ledger.is_file() and read(folder.ledger).position:
         return ConfigurationError(
-            f"{error} There were releases before: {folder.ledger} has their cost, which adds to that of another run on "
-            "these rows."
+            f"{error} Something may have been released before: its cost is in {folder.ledger}, and adds to that of "
+            "another run on these rows."
         )
     folder.discard()
     return error

@@ -155,7 +155,7 @@ def rows_of(record: RunRecord, line: Mapping[str, Any]) -> str:
 def name_of(line: Mapping[str, Any]) -> str:
     """The name of a released figure, with its group."""
     group = line.get("group")
-    return str(line.get("name")) + (f", {group}" if group is not None else "")
+    return str(line.get("name")) + (f" of {group}" if group is not None else "")
 
 
 def result(record: RunRecord, line: Mapping[str, Any]) -> str:

@@ -158,12 +158,6 @@ class PrivateLoader:
         """Whether a piece was yielded and not yet used by a step."""
         return self.current is not None and not self.current.consumed
 
-    @property
-    def has_open_batch(self) -> bool:
-        """Whether a batch was yielded whose last piece is not yet used."""
-        piece = self.current
-        return piece is not None and not (piece.consumed and piece.last)
-
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
         handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:

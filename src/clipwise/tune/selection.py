@@ -126,28 +126,26 @@ def select(
     return None if best is None else best[1]
 
 
-def search(
-    recipe: Recipe,
-    seed: int = 0,
-    *,
-    epsilon: float = 3.0,
-    mean_runs: float = 10.0,
-    sample_rate: float = 0.05,
-    epochs: int = 10,
-) -> tuple[SelectionPlan, SearchResult | None]:
-    """Plan the noise for the budget of the whole search, draw a secret number of runs, and release the best."""
+def planned(
+    recipe: Recipe, *, epsilon: float = 3.0, mean_runs: float = 10.0, sample_rate: float = 0.05, epochs: int = 10
+) -> tuple[SelectionPlan, Settings]:
+    """The plan of a search over a recipe with this budget, and the settings that all of its runs share."""
     from_arguments.budget(epsilon)
     number("mean_runs", mean_runs, above=1, below=LARGEST_MEAN)
     number("sample_rate", sample_rate, above=0, most=1)
     steps = max(1, round(epochs / sample_rate))
     found = plan(epsilon, recipe.delta, sample_rate=sample_rate, steps=steps, mean=mean_runs)
-    fixed = {"noise_multiplier": found.noise_multiplier, "sample_rate": sample_rate, "epochs": epochs}
+    return found, {"noise_multiplier": found.noise_multiplier, "sample_rate": sample_rate, "epochs": epochs}
+
+
+def search(recipe: Recipe, plan: SelectionPlan, shared: Settings, seed: int = 0) -> SearchResult | None:
+    """Draw a secret number of runs, and release the best."""
 
     def one(settings: Settings) -> tuple[int, int, object]:
-        run = recipe.train({**settings, **fixed}, seed)
+        run = recipe.train({**settings, **shared}, seed)
         return run.right, run.size, run.model
 
-    return found, select(found, recipe.free_space, one)
+    return select(plan, recipe.free_space, one)
 
 
 def in_words(plan: SelectionPlan, released: SearchResult | None) -> list[str]:

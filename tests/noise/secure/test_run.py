@@ -142,7 +142,7 @@ def test_a_compiled_step_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("noise", ["Secure", "", None, 1, ["secure"]])
 def test_a_kind_that_is_not_known_is_refused(noise: Any) -> None:
-    with pytest.raises(ConfigurationError, match="'standard' or 'secure'"):
+    with pytest.raises(ConfigurationError, match="'standard', 'secure'"):
         private_run(noise=noise)
 
 

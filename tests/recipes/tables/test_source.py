@@ -144,6 +144,7 @@ def test_weights_of_classes_are_from_noised_counts(tmp_path: Path) -> None:
     encoder = source.prepare(every(source), counts(log=log))
     assert log[0].excess == 0  # labels are given: no threshold is needed
     assert encoder.label_weights == (pytest.approx(0.556, abs=0.02), pytest.approx(5.0, abs=0.5))
+    assert encoder.preprocessing[-1].startswith("weights of 2 declared labels by noised counts")
     y = encoder.encode(source).tensors[1]
     assert encoder.loss(torch.zeros(3000, 2), y)[0] == pytest.approx(5.0 * np.log(2), rel=0.1)
 

@@ -71,7 +71,7 @@ def test_the_description_names_columns_and_shows_no_values(reviews):
 def test_missing_columns_and_paths(reviews, tmp_path):
     with pytest.raises(ConfigurationError, match=r"--text .body. is no column of reviews.csv. Its columns are "):
         TextSource(reviews, "body", "stars")
-    with pytest.raises(ConfigurationError, match="--target label"):
+    with pytest.raises(ConfigurationError, match=r"--target .label. is no column"):
         TextSource(reviews, "review", "label")
     with pytest.raises(ConfigurationError, match="--text COLUMN"):
         TextSource(reviews)

@@ -289,7 +289,10 @@ def _target_from(
     """The complete target, the noised counts of its labels, and a line for the statement."""
     if target.labels is not None:
         of_labels = released.histograms.get(LABELS)
-        return target, () if of_labels is None else tuple(float(x) for x in of_labels), ""
+        if of_labels is None:
+            return target, (), ""
+        line = f"weights of {len(target.labels)} declared labels by {_counts_with(released.std[LABELS])}"
+        return target, tuple(float(x) for x in of_labels), line
     if target.range is not None:
         return target, (), ""
     shown = dict(released.strings.get(LABELS, {}))
