@@ -56,9 +56,7 @@ class RunLogger:
     ) -> None:
         for sink in sinks:
             if not callable(getattr(sink, "log", None)):
-                raise ConfigurationError(
-                    f"{sink!r} is no sink, which has a method log: give CSVLog(path) or the like."
-                )
+                raise ConfigurationError(f"{sink!r} is no sink, which has a method log: give CSVLog(path) or the like.")
         self._private, self._sinks, self._public = private, sinks, public
         self._every = whole("every", every, least=1)
         self._logged = private.steps
