@@ -52,7 +52,7 @@ build/browser:
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends chromium && touch $@; \
 	else echo "The browser tests need Chromium: install the package chromium." >&2; fi
 
-test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, several processes
+test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, processes, experiments
 	$(BIN)/python -m pytest -n auto -m integration
 	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
 

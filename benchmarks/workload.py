@@ -31,7 +31,7 @@ class Setting:
     """What is measured: a network, its data and a batch size.
 
     Args:
-        model, data: names that `build` and `shape_of` know.
+        model, data: names that `build` and `shape_of` accept.
         batch: examples per step.
         trained: the trained parameters: "all", or another value that `train_only` accepts.
         optimizer: "adam" as in the paper, "sgd-foreach" or "sgd-fused".

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,6 @@ import torch
 from torch.nn import functional as F
 
 import clipwise
-from clipwise.engine import checkpoint
 from clipwise.recipes.digits import digits
 from clipwise.recipes.small_cnn import small_cnn
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     #    it gets a fresh noise key, and the repeated steps are counted again.
     done = 0
     if options.resume:
-        saved = checkpoint.load(folder / "checkpoint.pt")
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
         model.load_state_dict(saved["model"])
         private.load_state_dict(saved["private"])
         done = saved["epochs"]
@@ -91,9 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def save(folder: Path, private: clipwise.Private, model: torch.nn.Module, epochs: int) -> None:
-    """Save a checkpoint. It holds no secret and may be published; the noise key is in another file."""
+    """Save a checkpoint. It holds no secret and may be published; the noise key is in another file.
+
+    The file gets its name when it is complete: a crash leaves the old checkpoint or the new one.
+    """
     state = {"private": private.state_dict(), "model": model.state_dict(), "epochs": epochs}
-    checkpoint.save(folder / "checkpoint.pt", state)
+    torch.save(state, folder / "checkpoint.pt.new")
+    os.replace(folder / "checkpoint.pt.new", folder / "checkpoint.pt")
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.load_profile("repeatable")
 
 # Not part of `make test-fast`: long computations, training runs, and processes of their own.
-SLOW_FOLDERS = {"api_fuzz", "benchmarks", "distributed", "docs", "experiments", "faults"}
-SLOW_FOLDERS |= {"fuzz", "soundness", "user_loops"}
+SLOW_FOLDERS = {"api_fuzz", "audit", "benchmarks", "cli", "distributed", "docs", "experiments", "faults"}
+SLOW_FOLDERS |= {"fuzz", "recipes", "soundness", "tune", "user_loops"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

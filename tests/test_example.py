@@ -24,10 +24,11 @@ def example(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_it_can_be_read_in_one_sitting():
+def test_it_is_short():
     assert len(SOURCE.read_text().splitlines()) < 150
 
 
+@pytest.mark.slow
 def test_it_runs_twice(example, capsys):
     for number in (1, 2):
         example.main(["--quick"])
@@ -40,7 +41,8 @@ def test_it_runs_twice(example, capsys):
     assert "test accuracy" in printed and "epsilon so far (RDP)" in printed and "Privacy statement" in printed
 
 
-def test_it_goes_on_where_it_stopped(example, capsys):
+@pytest.mark.slow
+def test_it_continues_where_it_stopped(example, capsys):
     example.main(["--epochs", "2", "--stop-after", "1"])
     stopped = checkpoint.load("runs/example/run-001/checkpoint.pt")
     assert stopped["epochs"] == 1
@@ -53,6 +55,6 @@ def test_it_goes_on_where_it_stopped(example, capsys):
     assert [p.name for p in Path("runs/example").iterdir()] == ["run-001"]
 
 
-def test_there_must_be_something_to_go_on_with(example):
+def test_without_a_run_there_is_nothing_to_resume(example):
     with pytest.raises(SystemExit, match="no run"):
         example.main(["--resume"])

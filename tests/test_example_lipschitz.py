@@ -36,6 +36,7 @@ def test_bounded_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert "test accuracy of the averaged weights" in printed and "epsilon=" in printed
 
 
+@pytest.mark.slow
 def test_the_bias_of_clipped_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     example = load("clipping_bias")
     assert example.biased_point() == pytest.approx((-0.01765, -0.94221), abs=5e-6)

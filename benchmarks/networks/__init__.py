@@ -54,7 +54,7 @@ _NETWORKS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def names() -> list[str]:
-    """Every network that `build` knows."""
+    """Every network that `build` accepts."""
     return list(_NETWORKS)
 
 

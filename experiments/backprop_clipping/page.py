@@ -88,9 +88,9 @@ def _entry(results: Results, row: Row, printed: str) -> str:
 def _withdrawn(results: Results) -> list[str]:
     lines = [
         "The paper's best setting and noise. As published, clips act on gradients of the mean loss, and the noise is "
-        "divided by the batch size on top of that. Honest: the same noise on gradients that are clipped to C1 C2. "
-        "Epsilon is what the clips and the noise that ran guarantee, by the paper's own scheme: disjoint batches, one "
-        "record replaced.",
+        "divided by the batch size on top of that. Honest noise: the same noise on gradients that are clipped to C1 "
+        "C2. Epsilon is what the clips and the noise that ran guarantee, by the paper's own scheme: disjoint batches, "
+        "one record replaced.",
         "",
         "| data set | noise | epsilon, claimed | epsilon | accuracy, printed | accuracy |",
         "|---|---|---|---|---|---|",

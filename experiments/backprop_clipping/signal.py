@@ -91,7 +91,7 @@ def measured(training: Training, trial: Trial, images: Images) -> dict[str, dict
         found = torch.autograd.grad(losses_of(model, x, y).sum(), list(parameters.values()))
     as_they_are = dict(zip(parameters, found, strict=True))
     noise = _noise(training, parameters, clipper.divisor)
-    signals, gradients = _by_layer(clipped, len(x)), _by_layer(as_they_are, len(x))
+    signals, gradients = _per_layer(clipped, len(x)), _per_layer(as_they_are, len(x))
     passed = _passed(losses_of(model, x, y), parameters)
     return {
         name: {
@@ -116,7 +116,7 @@ def _passed(losses: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, float
     return found
 
 
-def _by_layer(sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
+def _per_layer(sums: Mapping[str, Tensor], count: int) -> dict[str, float]:
     squares: dict[str, float] = defaultdict(float)
     for name, total in sums.items():
         squares[_layer(name)] += float(total.double().square().sum())

@@ -69,9 +69,9 @@ def _equal(shown: Rows) -> list[str]:
     lines = [
         "## All strategies at equal epsilon",
         "",
-        "BN-LeNet-5 in the norm that the row says, MNIST, Poisson batches, a record left out (zero-out). For each "
-        "method and epsilon the best of the same trials by accuracy on a validation tenth; then trained anew with that "
-        "tenth, and tested once per seed. The choice of settings is not accounted for.",
+        "BN-LeNet-5 with the norm that the row names, MNIST, Poisson batches, a record left out (zero-out). For each "
+        "method and epsilon the best of the same trials by accuracy on a validation tenth; then trained again with "
+        "that tenth, and tested once per seed. The choice of settings is not accounted for.",
         "",
         "| method | " + " | ".join(f"epsilon {b:g}" for b in budgets) + " |",
         "|---" * (1 + len(budgets)) + "|",

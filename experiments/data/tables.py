@@ -43,7 +43,7 @@ class Table:
 
 
 def names() -> list[str]:
-    """Every table that `table` knows."""
+    """Every table that `table` accepts."""
     return list(SCHEMAS)
 
 

@@ -92,8 +92,8 @@ def shallow_vgg(
     """The ShallowVGG for CIFAR-10, images of 32 x 32: 131,466 parameters.
 
     The paper prints 6 layers. The number of parameters is that of the light network that `convnet` is without its
-    norms: 32, 64, 64 and 128 filters of 3 x 3, mean pools, and a linear layer. It has five layers with weights; which
-    sixth they count we do not know.
+    norms: 32, 64, 64 and 128 filters of 3 x 3, mean pools, and a linear layer. It has five layers with weights; the
+    paper does not name the sixth.
     """
     layers = _pooled(image_channels, CONVNET_CHANNELS, _norm(norm, groups, alpha), last_pool=4)
     return nn.Sequential(*_clip(input_norm), *layers, nn.Flatten(), nn.Linear(128, classes))

@@ -146,8 +146,8 @@ TABLES: tuple[Table, ...] = (
         methods={name: _SOUND[name] for name in _SOUND if name != "group norm, hidden layers"},
         trials=({"learning_rate": 0.5}, {"learning_rate": 1.5}),
         seeds=2,
-        shortened="convolutions pretrained on the public tenth of CIFAR-10 in place of CIFAR-100, which is not at "
-        "hand; 2 of 3 budgets, 8 epochs, 2 trials, 2 seeds",
+        shortened="convolutions pretrained on the public tenth of CIFAR-10 in place of CIFAR-100, which is not "
+        "available here; 2 of 3 budgets, 8 epochs, 2 trials, 2 seeds",
         claims=CLAIMS["6"],
     ),
     Table(

@@ -128,9 +128,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--judge", action="store_true")
-    parser.add_argument("--baseline", action="store_true", help="Opacus's MNIST example")
+    parser.add_argument("--baseline", action="store_true", help="settings of Opacus's MNIST example at epsilon 1 and 3")
+    parser.add_argument("--opacus", action="store_true", help="Opacus's MNIST example, trained by Opacus")
     parser.add_argument("--set", dest="sets", action="append", help="of --judge and --baseline; both if left out")
-    parser.add_argument("--seeds", type=int, default=3, help="of --judge")
+    parser.add_argument("--seeds", type=int, default=3, help="of --judge and --opacus")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     _run(options)
@@ -145,4 +146,8 @@ def _run(options: argparse.Namespace) -> None:
         judge(options.data, sets, options.seeds)
     if options.baseline:
         baseline(options.data, sets[:1])
+    if options.opacus:
+        from experiments.recipes.images_opacus import compare  # it imports this module
+
+        compare(options.data, options.seeds, f"{COMMAND} --opacus --seeds {options.seeds}")
     images_page.write()

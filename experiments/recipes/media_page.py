@@ -44,7 +44,7 @@ def judged(rows: Sequence[Row]) -> list[str]:
         first = members[0]
         seconds = statistics.median(row["seconds"] for row in members)
         cells = (
-            data, model, size, f"{epsilon:g}", f"{statistics.fmean(found):.2f}{spread}", len(found),
+            data, model, size, f"{epsilon:.4g}", f"{statistics.fmean(found):.2f}{spread}", len(found),
             f"{first['noise_multiplier']:.3g}", first["steps"], f"{seconds:.0f}",
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")

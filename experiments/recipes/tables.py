@@ -1,9 +1,9 @@
 """Accuracy of private runs on tables with nothing declared: what the defaults were chosen by, and how they do.
 
-`python -m experiments recipes/tables --data DIR` compares four models and optimizers on four tables, and
-`--judge` runs the defaults on three other tables, beside a private logistic regression. Each writes a table
-beside this file, after each row. Every tenth row is held out; figures on it are exact, because the
-tables are public.
+`python -m experiments recipes/tables --data DIR` compares four models and optimizers on four tables. `--judge` runs the
+defaults on three other tables, beside a private logistic regression, and `--diffprivlib` that of diffprivlib. Each
+writes a table beside this file, after each row. Every tenth row is held out; figures on it are exact,
+because the tables are public.
 """
 
 from __future__ import annotations
@@ -23,40 +23,45 @@ from scipy import optimize, special
 from clipwise.recipes.kind import Settings
 from clipwise.recipes.tables import defaults
 from experiments.harness.command import parser_of
+from experiments.recipes import tables_diffprivlib
 from experiments.recipes.table_runs import CHOSEN_ON, DELTA, JUDGED_ON, Prepared, accuracies, folder_of, prepared
 
 HERE = Path(__file__).parent
 EPSILONS = (1.0, 3.0)
-CANDIDATES = (("logistic", "sgd", 0.2), ("logistic", "adam", 0.03), ("mlp", "sgd", 0.3), ("mlp", "adam", 0.03))
+CANDIDATES = (("linear", "sgd", 0.2), ("linear", "adam", 0.03), ("mlp", "sgd", 0.3), ("mlp", "adam", 0.03))
 Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one of the two comparisons and write its results."""
+    """Run one of the comparisons and write its results."""
     options = parser_of("python -m experiments recipes/tables", __doc__)
     options.add_argument("--data", default=None, help="the folder of the data sets")
     options.add_argument("--judge", action="store_true", help="run the defaults on other tables")
+    options.add_argument("--diffprivlib", action="store_true", help="run diffprivlib on these other tables")
     options.add_argument("--seeds", type=int, default=2)
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--out", type=Path, default=HERE / "results")
     given = options.parse_args(arguments)
     torch.set_num_threads(given.threads)
-    folder, name = folder_of(given.data), "tables_judged" if given.judge else "tables_chosen"
-    rows = (judged if given.judge else chosen)(folder, given.seeds)
+    folder, name, others = folder_of(given.data), "tables_judged" if given.judge else "tables_chosen", {}
+    rows, delta = (judged if given.judge else chosen)(folder, given.seeds), DELTA
+    if given.diffprivlib:
+        name, others = "tables_diffprivlib", tables_diffprivlib.versions()
+        rows, delta = tables_diffprivlib.judged(folder, EPSILONS, given.seeds), 0.0
     given.out.mkdir(parents=True, exist_ok=True)
     about = {
         "seeds": given.seeds,
-        "delta": DELTA,
+        "delta": delta,
         "counts_share": defaults.COUNTS_SHARE,
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), **others},
         "hardware": f"{platform.machine()}, {given.threads} thread",
     }
     found: list[Row] = []
     for row in rows:
         found.append(row)
         (given.out / f"{name}.json").write_text(json.dumps(about | {"rows": found}, indent=1) + "\n")
-        (given.out / f"{name}.md").write_text(written(found, given.seeds))
-    print(written(found, given.seeds))
+        (given.out / f"{name}.md").write_text(written(found, given.seeds, delta))
+    print(written(found, given.seeds, delta))
 
 
 def chosen(folder: Path, seeds: int) -> Iterator[Row]:
@@ -161,10 +166,10 @@ def most_frequent(data: Prepared) -> float:
     return round(float(data.y[data.y >= 0].bincount().max() / len(data.y)), 4)
 
 
-def written(rows: Sequence[Row], seeds: int) -> str:
+def written(rows: Sequence[Row], seeds: int, delta: float) -> str:
     """The results as Markdown."""
     lines = [
-        f"Accuracy in percent on held-out rows, mean and standard deviation over up to {seeds} seeds, delta {DELTA:g}.",
+        f"Accuracy in percent on held-out rows, mean and standard deviation over up to {seeds} seeds, delta {delta:g}.",
         "",
         "| table | epsilon | run | accuracy |",
         "|---|---|---|---|",

@@ -25,8 +25,13 @@ class UnsupportedModelError(ClipwiseError):
 class UnreachedParametersError(UnsupportedModelError):
     """The losses do not depend on some trainable parameters, listed in `names`."""
 
-    def __init__(self, message: str, names: tuple[str, ...]) -> None:
-        super().__init__(message)
+    def __init__(self, names: tuple[str, ...]) -> None:
+        some = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        super().__init__(
+            f"Trainable parameter(s) {some} take no part in the losses, so their private gradient would be pure noise. "
+            "Freeze them with requires_grad_(False), or use them in the forward pass; with torch.utils.checkpoint, "
+            "pass use_reentrant=False."
+        )
         self.names = names
 
 

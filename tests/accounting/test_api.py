@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,25 +180,6 @@ def test_a_budget_is_positive(epsilon: Any) -> None:
 
 def test_steps_may_be_a_whole_float() -> None:
     assert accounting.epsilon(**{**ORDINARY, "steps": 1000.0}) == accounting.epsilon(**ORDINARY)
-
-
-@pytest.mark.slow
-def test_works_without_dp_accounting_and_names_the_missing_package() -> None:
-    program = """
-import sys
-sys.modules["dp_accounting"] = None
-from clipwise import accounting
-ordinary = dict(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5)
-print(round(accounting.epsilon(**ordinary), 2))
-try:
-    accounting.epsilon(**ordinary, accountant="rdp")
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    epsilon, message = done.stdout.strip().splitlines()
-    assert epsilon == "1.83"
-    assert "pip install dp-accounting" in message
 
 
 def test_accounting_does_not_import_torch() -> None:

@@ -85,6 +85,7 @@ def test_epsilon_is_confirmed_by_delta() -> None:
         assert total.delta(total.epsilon(delta)) <= delta
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.floats(-1, 1))
 def test_gathering_positions_only_raises_their_generating_function(seed: int, t: float) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import fft, special
 
-from clipwise.accounting import accountants, gaussian, pld, rdp
+from clipwise.accounting import accountants, gaussian, pld
 from clipwise.accounting.composition import Step, compose
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Adjacency, Entry
@@ -39,6 +39,7 @@ def test_known_values(entry: Make, z: float, rate: float, steps: int, poisson: f
     assert accountants.epsilon_of([entry("partition", rate, z, steps)], DELTA) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("z", "rate", "steps", "interval"),
     [(1.1, 256 / 60000, 5000, 1e-4), (0.6, 0.02, 100, 5e-4), (3.0, 0.3, 50, 5e-4), (0.8, 0.9, 3, 1e-3)],
@@ -140,6 +141,7 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
         assert doubled.get_epsilon_for_delta(DELTA) == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_mixed_histories_compose(entry: Make) -> None:
     history = [entry("poisson", 0.02, 0.9, 200), entry("full", 1.0, 2.0, 1), entry("poisson", 0.1, 3.0, 50)]
     by_reference = (
@@ -236,22 +238,6 @@ def test_any_delta_has_a_bound(entry: Make, delta: float) -> None:
     assert accountants.epsilon_of(history, delta / 2) >= epsilon >= 0
     # The closed form of one step is a lower bound, even if only RDP is left.
     assert gaussian.hockey_stick(np.array([epsilon]), 0.01, 1.0)[0] <= delta
-
-
-def test_figures_without_the_rdp_library(entry: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step without a grid is then bounded by the closed form; other figures do not change."""
-
-    def missing(*args: object) -> float:
-        raise ImportError
-
-    usual, hard = [entry("poisson", 0.01, 1.0, 100)], [entry("poisson", 0.01, 2.0, 10**12)]
-    before = accountants.epsilon_of(usual, DELTA)
-    with_rdp = accountants.epsilon_of(hard, DELTA), accountants.delta_of(hard, 1e9)
-    monkeypatch.setattr(rdp, "epsilon", missing)
-    monkeypatch.setattr(rdp, "delta", missing)
-    assert accountants.epsilon_of(usual, DELTA) == before
-    assert with_rdp[0] < accountants.epsilon_of(hard, DELTA) <= gaussian.epsilon(DELTA, 1e6 / 2) * (1 + 1e-9)
-    assert with_rdp[1] <= accountants.delta_of(hard, 1e9) <= 1
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed-size"])

@@ -43,6 +43,7 @@ def test_noise_is_relative_to_the_sensitivity_of_the_adjacency(entry: Make, adja
         assert exact <= accountants.epsilon_of([entry("fixed-size", 1.0, 2.0, 1)], DELTA, "rdp") <= 1.15 * exact
 
 
+@pytest.mark.slow
 def test_fixed_size_divergence_of_order_two_pins_the_unit() -> None:
     """Wang, Balle, Kasiviswanathan: D_2 <= log(1 + q^2 min(4 (e^(1/z^2) - 1), 2 e^(1/z^2)))."""
     for rate, z in [(0.1, 1.0), (0.01, 0.5), (0.3, 4.0)]:

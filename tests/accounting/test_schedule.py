@@ -56,6 +56,7 @@ def test_both_amplifications_keep_their_kind() -> None:
         assert sum(n for step, n in few.steps if step.amplification is kind) == 50
 
 
+@pytest.mark.slow
 def test_rounding_costs_less_than_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     total = composition(np.full(120, 0.01), np.linspace(3.0, 0.8, 120), np.full(120, 10))
     exact = pld.epsilon(total, DELTA)

@@ -103,7 +103,7 @@ def test_a_given_record_is_detected_by_its_gradient() -> None:
     assert 0.7 < report.measured.mu < 2
 
 
-def test_a_claim_that_is_too_good_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_that_is_too_low_is_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from clipwise.noise import gaussian, mechanism
 
     def smaller(key: bytes, sums: Sequence[Tensor], stds: Sequence[float], divisor: float) -> None:

@@ -41,7 +41,7 @@ def test_perfect_and_useless_scores() -> None:
         audit.loss_threshold(np.zeros(0), ones)
 
 
-def test_the_likelihood_ratio_knows_which_records_are_hard() -> None:
+def test_the_likelihood_ratio_allows_for_hard_records() -> None:
     """Each record has its own level of loss, and membership lowers it slightly: only a ratio per record shows it."""
     random = np.random.default_rng(0)
     models, records = 17, 400

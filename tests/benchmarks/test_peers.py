@@ -303,7 +303,7 @@ def test_rows_are_measured_once_and_the_table_is_printed(made, tmp_path):
     assert len(made) == len(QUICK)
 
 
-def test_new_columns_and_failures_are_measured_when_asked(made, tmp_path):
+def test_new_columns_and_failures_are_measured_on_request(made, tmp_path):
     peers(tmp_path, rows=["mlp"], methods=[AUTO, REWEIGHT])
     peers(tmp_path, rows=["mlp"], methods=[AUTO])
     assert len(made) == 1

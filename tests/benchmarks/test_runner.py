@@ -133,7 +133,7 @@ def test_what_is_measured_survives_a_crash(tiny, tmp_path, monkeypatch):
     assert len(stored(tmp_path)["cells"]) == 2
 
 
-def test_failures_are_kept_and_retried_when_asked(tiny, tmp_path):
+def test_failures_are_kept_and_retried_on_request(tiny, tmp_path):
     run(tmp_path, methods=["vmap"])
     run(tmp_path, methods=["vmap"])
     assert len(tiny) == 2

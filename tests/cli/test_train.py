@@ -66,7 +66,7 @@ def run(table):
     return out
 
 
-def test_a_run_leaves_every_file_and_says_where(run):
+def test_a_run_writes_every_file_and_prints_where(run):
     names = ["checkpoint.pt", "config.toml", "evaluation.ledger", "ledger", "metrics.jsonl", "model.safetensors"]
     assert sorted(p.name for p in run.iterdir()) == sorted([*names, "model_card.md", "report.html", "statement.json"])
     statement = json.loads((run / "statement.json").read_text())
@@ -141,6 +141,7 @@ def test_evaluations(run, table, tmp_path):
     exact = clipwise("evaluate", run, table, "--public", "--json")
     assert exact.exit_code == 0 and json.loads(exact.stdout)["rows"] == "public-test"
     noised = clipwise("evaluate", run, table, "--epsilon", 1, "--ledger", tmp_path / "new.ledger")
+    assert "It cost epsilon 1 at delta 1e-05 (zero-out of one record), charged to " in noised.stdout
     assert noised.exit_code == 0 and read(tmp_path / "new.ledger").position == 1
     assert "on private rows" in noised.stdout
     refused(clipwise("evaluate", run, table), "--public")
@@ -233,7 +234,7 @@ def test_too_few_rows_for_noised_labels_cost_nothing(tmp_path):
     few = tmp_path / "few.csv"
     few.write_text("age,bought\n20,no\n70,yes\n")
     result = clipwise("train", few, "--target", "bought", "--epsilon", 3, "--out", tmp_path / "run", *FAST[:2])
-    refused(result, "2 rows are too few", "--labels")
+    refused(result, "With 2 training rows and this budget", "--labels")
     assert not (tmp_path / "run").exists()
 
 

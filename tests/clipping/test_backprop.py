@@ -24,7 +24,7 @@ from clipwise.audit.trial import run_of
 from clipwise.errors import ConfigurationError, CoupledExamplesError, StepError, UnsupportedModelError
 from clipwise.gradients.precision import TF32
 from clipwise.layers.clipped import unclipped
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency
 from tests.layers.clipped.cases import CASES, inputs
 from tests.layers.clipped.cases import clipped as clipped_case
 from tests.runs import data, losses_of, network, private_run, train
@@ -154,11 +154,6 @@ def test_constants_that_disagree_with_the_layers_are_refused() -> None:
     private_run(clipped(), clipping=Backprop(2.0, 0.5, "clip"))
 
 
-def test_units_other_than_records_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="single records"):
-        Backprop().attach(site(clipped(), unit=Unit.MICROBATCH))
-
-
 def test_sensitivities_and_the_joint_multiplier() -> None:
     clipper = Backprop().attach(site(clipped(), Adjacency.REPLACE_ONE))
     assert [b.sensitivity for b in clipper.bounds] == [2.0, 1.0, 2.0, 1.0]
@@ -249,7 +244,7 @@ def test_nothing_is_released_while_clips_are_suspended() -> None:
     private.backward(losses)
 
 
-def test_a_layer_that_is_used_more_often_than_was_said_is_refused() -> None:
+def test_a_layer_that_is_used_more_often_than_declared_is_refused() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -338,6 +333,7 @@ def test_reentrant_checkpoints_are_refused_by_every_strategy() -> None:
         clipper.clipped_sum(checkpoint(model, torch.randn(3, 5, requires_grad=True), use_reentrant=True).sum(1))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_refused_with_an_alternative() -> None:
     model = clipped()
     clipper = Backprop().attach(site(model))
@@ -357,6 +353,7 @@ class TimeFirst(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_examples_are_refused() -> None:
     model = clipped(TimeFirst())
     clipper = Backprop().attach(site(model))
@@ -415,6 +412,7 @@ def test_a_run_states_what_it_did() -> None:
     assert math.isclose(private.spent().epsilon, expected, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     torch.manual_seed(0)
     model = clipped(input_norm=5.0, mode="normalize")
@@ -445,7 +443,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
-def test_check_says_what_would_be_refused() -> None:
+def test_check_names_what_would_be_refused() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return losses_of(model, (x, y))
 
@@ -470,7 +468,7 @@ def test_check_takes_backprop_for_a_clipped_model() -> None:
     train_it(rows)  # as `clipwise check --neighbours` does
 
 
-def test_other_ways_of_clipping_say_what_the_model_is_clipped_for() -> None:
+def test_other_strategies_refuse_a_model_that_is_clipped_for_backprop() -> None:
     with pytest.raises(UnsupportedModelError, match=r"clipped layers for Backprop \(the first is '0'\)"):
         private_run(clipped(), clipping=PerExample(1.0))
     model = nn.Sequential(clipped(), nn.Linear(3, 3))
@@ -494,13 +492,9 @@ def test_weights_bring_the_clips_they_were_trained_with(tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             clipped(**options).load_state_dict(model.state_dict())
-    damaged = model.state_dict()
-    damaged["0._extra_state"] = torch.ones(2)
-    with pytest.raises(ConfigurationError, match="Layer '0': the clipping constants in this state_dict are damaged"):
-        other.load_state_dict(damaged)
 
 
-def test_weights_without_clips_load_only_if_asked_to() -> None:
+def test_weights_without_clips_load_only_without_strict() -> None:
     plain, model = network(seed=1), clipped()
     named = {name.replace(".", ".layer."): p for name, p in plain.state_dict().items()}
     with pytest.raises(RuntimeError, match="_extra_state"):
@@ -598,7 +592,7 @@ def test_an_exported_model_keeps_its_clips() -> None:
     torch.testing.assert_close(traced(x), expected)
 
 
-def test_a_saved_model_comes_back(tmp_path: Any) -> None:
+def test_a_saved_model_can_be_loaded(tmp_path: Any) -> None:
     model = clipped(images())
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     again = clipped(images())
@@ -646,6 +640,7 @@ class Repeated(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", ["upstream", "gradient"])
 @pytest.mark.parametrize("scale", [1.0, 1e6])
 def test_the_rounding_of_other_records_is_not_made_a_gradient_of(bound: str, scale: float) -> None:
@@ -688,7 +683,7 @@ class Pointer(nn.Module):
 
 
 @pytest.mark.parametrize("by", ["output", "weights", "weights, by keys alone"])
-def test_coupling_through_any_of_queries_keys_and_values_is_seen(by: str) -> None:
+def test_coupling_through_any_of_queries_keys_and_values_is_detected(by: str) -> None:
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randint(0, 50, (40, 4)), torch.zeros(40, dtype=torch.long))
     model, private = private_run(clipped(Pointer(by)), None, dataset, clipping=Backprop(), sampling="full")

@@ -80,12 +80,13 @@ def test_images_too(mode: str, bound: str, recorded: list[Recorded]) -> None:
     assert replays(recorded) > 0
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.parametrize("value", [1.0, math.nan, math.inf])
 def test_by_passes_too(
     mode: str, bound: str, value: float, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU (linear_map_kernels.py), in float32, with rows that fill up and one that is not finite."""
+    """As on a GPU (linear_map.py), in float32, with rows that fill up and one that is not finite."""
     x, y = images().tensors
     x[3, 0, 2, 2] = value
     runs = []
@@ -175,8 +176,8 @@ def test_rows_that_fill_up_add_nothing(mode: str, bound: str) -> None:
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-12, atol=1e-14)
         assert bool(total.any())
-    nobody = clipper.clipped_sum(loss_with(model)(x, y), torch.zeros_like(real_B))
-    assert not any(bool(t.any()) for t in nobody.values())
+    of_padding = clipper.clipped_sum(loss_with(model)(x, y), torch.zeros_like(real_B))
+    assert not any(bool(t.any()) for t in of_padding.values())
 
 
 def with_record(i: int, value: float) -> TensorDataset:

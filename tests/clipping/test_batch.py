@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clipwise import Batch
 from clipwise.clipping import BatchClipper, PerExample, Quantile, batch
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.random_layer import RandomLayer
+from clipwise.clipping.contrib.policies import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling.schemes import make_scheme
@@ -128,7 +128,7 @@ def test_each_part_has_a_bound_of_its_own() -> None:
         assert length <= C and length == pytest.approx(C, rel=2e-6)
 
 
-def test_nobody_adds_nothing() -> None:
+def test_no_example_adds_nothing() -> None:
     on = model()
     for strategy in (Batch(), Batch(1.0, 3, "layer")):
         assert norm(attached(strategy, on).clipped_sum(losses(on, rows=0))) == 0
@@ -145,7 +145,7 @@ def test_what_is_not_finite_adds_nothing(bad: float) -> None:
 def test_a_parameter_without_a_part_is_named() -> None:
     on = model()
     on.register_parameter("idle", nn.Parameter(torch.zeros(2)))
-    with pytest.raises(UnsupportedModelError, match="do not depend on trainable parameter 'idle'"):
+    with pytest.raises(UnsupportedModelError, match="'idle' take no part in the losses"):
         attached(Batch(), on).clipped_sum(losses(on))
 
 

@@ -295,7 +295,7 @@ class BySlice(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_no_update_goes_unseen(by_hand: bool) -> None:
+def test_every_update_is_detected(by_hand: bool) -> None:
     model = network()
     model, private = run(model, optimizer=BySlice(model.parameters()))
     for x, y in private.loader:
@@ -354,7 +354,7 @@ def test_no_part_is_without_noise() -> None:
     assert all(p.noise_std > 1e-13 for p in private.parts())
 
 
-def test_the_statement_says_that_bounds_follow_the_weights() -> None:
+def test_the_statement_states_that_bounds_follow_the_weights() -> None:
     model, private = run()
     train(model, private, 1)
     text = str(private.statement())
@@ -515,7 +515,7 @@ def test_settings_that_change_after_the_trace_are_refused() -> None:
             train(model, private, 1)
 
 
-def test_a_compiled_step_says_that_it_has_no_place_for_outputs() -> None:
+def test_a_compiled_step_refuses_a_strategy_that_needs_outputs() -> None:
     model, private = run()
     with pytest.raises(ConfigurationError, match="compiled cannot pass the model's outputs"):
         private.compiled(lambda x, y: F.cross_entropy(model(x), y, reduction="none"))
@@ -551,7 +551,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
         assert json.dumps(private._context.strategy.describe())
 
 
-def test_any_optimizer_goes() -> None:
+def test_any_optimizer_is_accepted() -> None:
     model = network()
     model, private = run(model, optimizer=torch.optim.Adam(model.parameters(), 0.1))
     train(model, private, 3)
@@ -610,7 +610,7 @@ def test_a_step_refuses_a_model_that_is_no_longer_what_was_traced() -> None:
         train(model, private, 1)
 
 
-def test_a_loss_may_not_depend_on_the_targets_of_others() -> None:
+def test_a_loss_must_not_depend_on_the_targets_of_others() -> None:
     model, private = run()
     x, y = next(iter(private.loader))
     outputs = model(x)

@@ -113,7 +113,7 @@ def test_the_optimal_split_has_the_least_noise(found: list[tuple[float, int]], z
 
 @QUICK
 @given(st.lists(st.floats(0.1, 5), min_size=2, max_size=5), st.integers(0, 99))
-def test_no_movement_of_a_unit_is_longer_than_brute_force_says(stds: list[float], seed: int) -> None:
+def test_no_change_by_a_unit_is_longer_than_by_brute_force(stds: list[float], seed: int) -> None:
     """Random movements within the sensitivities, which corners bound."""
     random = torch.Generator().manual_seed(seed)
     parts = [Part(str(k), (), 0.5 + k, s) for k, s in enumerate(stds)]

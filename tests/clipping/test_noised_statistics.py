@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipwise import Batch, NoisedStatistics
 from clipwise.clipping import Bound, noised_parts
 from clipwise.clipping.batch import BatchClipper
-from clipwise.clipping.contrib.random_layer import RandomLayer
+from clipwise.clipping.contrib.policies import RandomLayer
 from clipwise.clipping.noised_statistics import LayerStatistics
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers import BatchStatisticsNorm, without_running_statistics
@@ -167,6 +167,7 @@ def test_whatever_is_released_the_variance_stays_positive_and_finite(values: lis
     assert bool(layer.running_var.isfinite().all() and layer.running_mean.isfinite().all())
 
 
+@pytest.mark.slow
 def test_without_noise_it_finds_the_statistics_that_public_data_would_give() -> None:
     """Of every layer, the later ones too. Centre and scale of the data are far from where the buffers begin."""
     torch.manual_seed(1)
@@ -306,17 +307,6 @@ def test_a_frozen_layer_stays_as_it_is() -> None:
     clipper = attached(model)
     assert [b.name for b in clipper.bounds[1:]] == ["statistics of 4"]
     assert not model[1].is_observed
-
-
-def test_a_parameter_of_the_same_name_is_refused() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, _ = alone(2)
-            self.register_parameter("statistics of inner", nn.Parameter(torch.zeros(1)))
-
-    with pytest.raises(ConfigurationError, match="'statistics of inner': rename that parameter"):
-        attached(Odd())
 
 
 def test_a_layer_that_left_training_mode_is_an_error_by_name() -> None:

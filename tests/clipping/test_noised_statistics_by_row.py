@@ -155,7 +155,7 @@ def test_rows_that_are_no_examples_are_refused_by_name() -> None:
         attached(model).clipped_sum(model(torch.randn(6, 4)))
 
 
-def test_the_probe_sees_rows_that_are_not_their_own_example() -> None:
+def test_the_probe_detects_rows_that_are_not_their_own_example() -> None:
     """The losses are independent: only the statistics are not."""
     for model, is_apart in ((Turned(), False), (released(torch.float32), True)):
         attached(model)

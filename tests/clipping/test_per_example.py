@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from clipwise.clipping import Clipper, PerExample
 from clipwise.errors import ConfigurationError
 from clipwise.gradients import METHODS
-from clipwise.privacy import Adjacency, Unit
+from clipwise.privacy import Adjacency
 from tests.gradients.cases import losses, oracle, trainable
 from tests.sites import site
 
@@ -58,12 +58,6 @@ def test_one_norm_a_part() -> None:
     assert {b.name: b.sensitivity for b in clipper.bounds} == {"0": 1.0, "2": 3.0}
     with pytest.raises(ConfigurationError, match="'0', '2'"):
         attached(PerExample({"0": 1.0}, parts="layer"), model())
-
-
-@pytest.mark.parametrize("unit", [Unit.USER, Unit.MICROBATCH])
-def test_units_other_than_a_record_are_refused(unit: Unit) -> None:
-    with pytest.raises(ConfigurationError, match="unit"):
-        PerExample().attach(site(model(), unit=unit))
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_it_states_its_name_and_size_and_never_what_it_holds() -> None:
     ids=["data set", "batches", "none", "text", "mapping"],
 )
 def test_what_is_not_marked_as_public_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"Somebody: public must be .* not a .*PublicData\(data, loss="):
-        require_public(given, "Somebody")
+    with pytest.raises(ConfigurationError, match=r"Multipliers: public must be .* not a .*PublicData\(data, loss="):
+        require_public(given, "Multipliers")
     for policy in (Adaptive, Multipliers, ByNorm):
         with pytest.raises(ConfigurationError, match=rf"{policy.__name__}: public must be .*ReleasedNorms\(\)"):
             policy(given)

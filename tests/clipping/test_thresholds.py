@@ -61,8 +61,8 @@ def test_every_setting_is_a_positive_finite_number(name: str, value: Any) -> Non
         ({"target": 1.0}, "target must be .* less than 1, not 1.0"),
         ({"initial": 2.0, "maximum": 1.0}, "initial=2.0 must lie between"),
         ({"initial": 0.1, "minimum": 0.2}, "initial=0.1 must lie between"),
-        ({"minimum": 1e-40}, "minimum=1e-40 .* float32"),
-        ({"maximum": 1e40}, "maximum=1e\\+40 .* float32"),
+        ({"minimum": 1e-40}, "minimum must be .* at least 1e-30"),
+        ({"maximum": 1e40}, "maximum must be .* at most 1e"),
     ],
 )
 def test_settings_that_make_no_sense_together(setting: dict[str, float], words: str) -> None:
@@ -75,15 +75,10 @@ def test_a_quantile_for_one_part_only_is_refused() -> None:
         PerExample({"0": 1.0, "2": Quantile()}, parts="layer")  # type: ignore[dict-item]
 
 
-def test_a_parameter_with_the_name_of_a_count_is_refused() -> None:
-    taken = {"count of all": nn.Parameter(torch.zeros(1))}
-    with pytest.raises(ConfigurationError, match="'count of all'"):
-        PerExample(Quantile()).attach(site(taken))
-
-
 # What is released
 
 
+@pytest.mark.slow
 @QUICK
 @given(
     st.sampled_from(range(len(PARTS))),
@@ -236,6 +231,7 @@ def test_an_empty_batch_releases_a_noised_count() -> None:
     assert moved[0] != 2.0 and math.isclose(moved[1], 2.0)
 
 
+@pytest.mark.slow
 def test_the_noise_of_the_count_has_the_stated_size() -> None:
     """From f = (log C_before - log C_after) / learning_rate + target, against the count without noise."""
     rate, rounds, noise = 1e-3, 300, []
@@ -256,6 +252,7 @@ def test_the_noise_of_the_count_has_the_stated_size() -> None:
 # What it learns
 
 
+@pytest.mark.slow
 def test_without_noise_it_finds_the_quantile() -> None:
     on = network()
     frozen = torch.optim.SGD(on.parameters(), lr=0.0)
@@ -441,9 +438,7 @@ def test_another_strategy_begins_anew_with_a_fresh_key(tmp_path: Path, old: PerE
     train(on, private, 2)
 
 
-@pytest.mark.parametrize(
-    "norms", [..., None, {}, {"all": 1}, {"all": "1"}, {"all": math.nan}, {"all": 1e7}, {"0": 1.0}], ids=repr
-)
+@pytest.mark.parametrize("norms", [..., None, {}, {"all": "1"}, {"all": math.nan}, {"all": 1e7}, {"0": 1.0}], ids=repr)
 def test_damaged_norms_are_refused_before_anything_changes(norms: Any) -> None:
     on, private = private_run(clipping=PerExample(quantile()))
     train(on, private, 3)
@@ -456,7 +451,7 @@ def test_damaged_norms_are_refused_before_anything_changes(norms: Any) -> None:
     weights, before = copied.state_dict(), repr(other.state_dict())
     weights = {name: t.clone() for name, t in weights.items()}
     copied.load_state_dict(on.state_dict())
-    with pytest.raises(CheckpointError, match="norms"):
+    with pytest.raises(CheckpointError, match="damaged"):
         other.load_state_dict(state)
     copied.load_state_dict(weights)
     assert repr(other.state_dict()) == before
@@ -490,7 +485,7 @@ def test_gradients_are_scaled_by_the_bound_of_their_step() -> None:
         on.zero_grad()
 
 
-def test_the_statement_says_that_the_bound_adapts() -> None:
+def test_the_statement_states_that_the_bound_adapts() -> None:
     on, private = private_run(clipping=PerExample(quantile()))
     train(on, private, 2)
     text = str(private.statement())

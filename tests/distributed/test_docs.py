@@ -1,4 +1,4 @@
-"""The training script of docs/scaling.md runs on two ranks."""
+"""The scripts of docs/scaling.md run on two ranks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,49 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from clipwise.ledger import ledger
 from tests.distributed.world import world
 from tests.docs.documented import BLOCK, DOCS, TITLE
 
 pytestmark = pytest.mark.integration
 
 
-def script() -> str:
+def scripts() -> dict[str, str]:
     blocks = BLOCK.findall((DOCS / "scaling.md").read_text())
-    (found,) = [content for _, options, content in blocks if TITLE.search(options)]
-    return str(found)
+    return {title[1]: content for _, options, content in blocks if (title := TITLE.search(options))}
 
 
-def run_script(rank: int, folder: Path, port: int) -> str:
+def run_script(rank: int, name: str, folder: Path, port: int) -> str:
     """Run it as torchrun does, and return what it prints."""
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.chdir(folder)
     printed = io.StringIO()
     with redirect_stdout(printed):
-        runpy.run_path("train.py", run_name="__main__")
+        runpy.run_path(name, run_name="__main__")
     return printed.getvalue()
 
 
-def test_the_script_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script())
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def test_the_script_of_the_page_trains_on_two_ranks_and_continues(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(scripts()["train.py"])
     with world(2) as ranks:
-        first, second = ranks.run(run_script, tmp_path, port)
-    assert "epsilon" in first and not second
-    assert (tmp_path / "run.ledger").exists() and (tmp_path / "checkpoint" / "clipwise.pt").exists()
+        for _ in range(2):  # the second time it loads the checkpoint and has no steps left
+            first, second = ranks.run(run_script, "train.py", tmp_path, free_port())
+            assert "releases     16 steps" in first and not second
+    assert (tmp_path / "checkpoint" / "clipwise.pt").exists()
+    assert ledger.read(tmp_path / "run.ledger").position == 16
+
+
+def test_the_script_of_the_page_with_tensor_parallelism(tmp_path: Path) -> None:
+    (tmp_path / "tensor_parallel.py").write_text(scripts()["tensor_parallel.py"])
+    with world(2) as ranks:
+        first, second = ranks.run(run_script, "tensor_parallel.py", tmp_path, free_port())
+    assert "4 steps" in first and not second

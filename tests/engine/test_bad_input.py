@@ -287,7 +287,7 @@ def test_an_optimizer_with_foreign_parameters() -> None:
         private_run(model, both)
 
 
-def test_an_optimizer_that_wants_many_gradients_of_a_batch() -> None:
+def test_an_optimizer_that_needs_several_gradients_of_a_batch() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match=r"LBFGS.*use SGD, Adam"):
         private_run(model, torch.optim.LBFGS(model.parameters()))
@@ -356,28 +356,28 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "neither batch nor rate": ({"batch_size": None}, ("batch_size", "sample_rate", "exactly one")),
     "rate of shuffled": ({"sampling": "shuffled", "sample_rate": 0.2}, ("sample_rate", "batch_size")),
     "batch of full": ({"sampling": "full", "batch_size": 8}, ("sampling='full'", "batch_size")),
-    "noise below 0": ({"noise_multiplier": -1.0}, ("noise_multiplier", ">= 0")),
-    "noise NaN": ({"noise_multiplier": math.nan}, ("noise_multiplier", ">= 0")),
-    "noise infinite": ({"noise_multiplier": math.inf}, ("noise_multiplier", ">= 0")),
-    "noise in words": ({"noise_multiplier": "much"}, ("noise_multiplier", ">= 0")),
-    "delta 0": ({"delta": 0.0}, ("delta", "(0, 1)")),
-    "delta 1": ({"delta": 1.0}, ("delta", "(0, 1)")),
-    "delta NaN": ({"delta": math.nan}, ("delta", "(0, 1)")),
+    "noise below 0": ({"noise_multiplier": -1.0}, ("noise_multiplier", "at least 0")),
+    "noise NaN": ({"noise_multiplier": math.nan}, ("noise_multiplier", "at least 0")),
+    "noise infinite": ({"noise_multiplier": math.inf}, ("noise_multiplier", "at least 0")),
+    "noise in words": ({"noise_multiplier": "much"}, ("noise_multiplier", "at least 0")),
+    "delta 0": ({"delta": 0.0}, ("delta", "less than 1")),
+    "delta 1": ({"delta": 1.0}, ("delta", "less than 1")),
+    "delta NaN": ({"delta": math.nan}, ("delta", "less than 1")),
     "epsilon without delta": ({"epsilon": 1.0, "epochs": 1}, ("epsilon", "delta")),
     "epsilon without a plan": ({"epsilon": 1.0, "delta": 1e-5}, ("epsilon", "epochs or steps")),
-    "epsilon 0": ({"epsilon": 0.0, "delta": 1e-5, "epochs": 1}, ("epsilon", "positive")),
-    "epsilon NaN": ({"epsilon": math.nan, "delta": 1e-5, "epochs": 1}, ("epsilon", "positive")),
-    "epsilon infinite": ({"epsilon": math.inf, "delta": 1e-5, "epochs": 1}, ("epsilon", "positive")),
+    "epsilon 0": ({"epsilon": 0.0, "delta": 1e-5, "epochs": 1}, ("epsilon", "greater than 0")),
+    "epsilon NaN": ({"epsilon": math.nan, "delta": 1e-5, "epochs": 1}, ("epsilon", "greater than 0")),
+    "epsilon infinite": ({"epsilon": math.inf, "delta": 1e-5, "epochs": 1}, ("epsilon", "greater than 0")),
     "epsilon and noise": (
         {"epsilon": 1.0, "delta": 1e-5, "epochs": 1, "noise_multiplier": 1.0},
         ("epsilon", "noise_multiplier", "not both"),
     ),
     "neither epsilon nor noise": ({"noise_multiplier": None}, ("epsilon", "noise_multiplier")),
     "epochs and steps": ({"epochs": 1, "steps": 5}, ("epochs", "steps", "not both")),
-    "no epochs": ({"epochs": 0}, ("epochs", "positive")),
-    "epochs NaN": ({"epochs": math.nan}, ("epochs", "positive")),
+    "no epochs": ({"epochs": 0}, ("epochs", "greater than 0")),
+    "epochs NaN": ({"epochs": math.nan}, ("epochs", "greater than 0")),
     "half a step": ({"steps": 2.5}, ("steps", "whole number")),
-    "no steps": ({"steps": 0}, ("steps", "positive")),
+    "no steps": ({"steps": 0}, ("steps", "at least 1")),
     "unknown sampling": ({"sampling": "bernoulli"}, ("sampling='bernoulli'", "'poisson'", "'shuffled'")),
     "unknown adjacency": ({"adjacency": "neighbours"}, ("adjacency='neighbours'", "'zero-out'", "'replace-one'")),
     "a secret size": ({"adjacency": "add-remove"}, ("adjacency='add-remove'", "size", "'zero-out'")),

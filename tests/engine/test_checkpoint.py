@@ -596,6 +596,7 @@ def test_the_budget_is_kept_however_the_run_was_stopped(place: Place, sampling: 
     assert accounting.epsilon_of(ledger.read(file).history, DELTA) <= EPSILON
 
 
+@pytest.mark.slow
 def test_a_budget_counts_what_a_joined_ledger_holds(place: Place) -> None:
     stopped(place, steps=8, noise_multiplier=2.0)
     open_ledger = ledger.FileLedger(place.ledger, join=True)

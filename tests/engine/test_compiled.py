@@ -374,7 +374,7 @@ def test_a_microbatch_of_another_size_is_gathered_eagerly(
     assert step._captured._size == 7  # and not 5, whatever came when it was captured
 
 
-def test_a_microbatch_gathered_eagerly_may_not_change_buffers(
+def test_a_microbatch_gathered_eagerly_must_not_change_buffers(
     recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Keeps(nn.Sequential):
@@ -854,7 +854,7 @@ class Watched(MemoryLedger):
 
 
 @pytest.mark.parametrize("physical", [None, 3])
-def test_each_step_is_charged_once_before_anything_is_seen(physical: int | None, recorded: list[Recorded]) -> None:
+def test_each_step_is_charged_once_before_anything_is_visible(physical: int | None, recorded: list[Recorded]) -> None:
     model = network()
     ledger = Watched(model)
     _, private = private_run(model, ledger=ledger, max_physical_batch_size=physical)
@@ -1036,7 +1036,7 @@ def test_a_replay_makes_the_guards_of_an_ordinary_step(
     assert private.steps == done
 
 
-def test_an_update_by_other_code_is_seen_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
+def test_an_update_by_other_code_is_detected_although_the_step_was_replayed(recorded: list[Recorded]) -> None:
     """Four pieces of one batch are enough to capture, so that the second release is already a replayed one."""
     model = network()
     _, private = private_run(model, sampling="full", max_physical_batch_size=10)

@@ -443,6 +443,7 @@ def dropped(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
 
 
+@pytest.mark.slow
 def test_random_layers_draw_from_the_key_of_the_run() -> None:
     models = []
     for seed in (1, 2):  # torch's own seed has no effect on the replayed steps

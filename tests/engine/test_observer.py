@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from clipwise.engine import compiled, observer
 from clipwise.engine.context import StepContext
-from clipwise.engine.observer import ObservedScheme, Observer, observing
+from clipwise.engine.observer import Observer, observing
 from clipwise.noise.key import NoiseKey
 from clipwise.sampling.base import Indices
+from clipwise.sampling.fetch import Fetcher
+from clipwise.sampling.loader import PrivateLoader
 from clipwise.sampling.schemes import make_scheme
 from tests.runs import gradients, losses_of, private_run, same, train
 
@@ -41,7 +44,7 @@ def test_no_observer_by_default_or_afterwards() -> None:
     )
 
 
-def test_a_watched_run_keeps_nothing_and_states_that_its_noise_is_known(tmp_path: Path) -> None:
+def test_an_observed_run_writes_no_file_and_states_that_its_noise_is_known(tmp_path: Path) -> None:
     with observing(Observer()):
         model, private = private_run(ledger=tmp_path / "ledger", resume_file=tmp_path / "resume")
         train(model, private, 2)
@@ -71,13 +74,12 @@ def test_a_unit_that_is_left_out_is_as_if_never_drawn() -> None:
         assert sum(sizes) == (40 if type(looking) is WithKey else 39)
 
 
-def test_a_watched_scheme_is_the_scheme_but_for_its_draws() -> None:
-    scheme = make_scheme("fixed-size", 10, 4)
-    thinned = ObservedScheme(scheme, lambda drawn: drawn[:0])
-    assert repr(thinned) == repr(scheme) and thinned.expected_size == 4
-    assert len(scheme.draw(b"a", b"b", 0)) == 4
-    assert np.array_equal(thinned.draw(b"a", b"b", 0), np.empty(0, dtype=np.int64))
-    assert thinned.has_random_size and not scheme.has_random_size
+def test_an_audit_may_remove_a_whole_batch() -> None:
+    scheme, secrets = make_scheme("fixed-size", 10, 4), [(b"a", b"b", 0)]
+    fetcher = Fetcher(TensorDataset(torch.arange(10)))
+    (whole,) = next(iter(PrivateLoader(scheme, fetcher, lambda: iter(secrets))))
+    (rest,) = next(iter(PrivateLoader(scheme, fetcher, lambda: iter(secrets), kept=lambda drawn: drawn[:0])))
+    assert len(whole) == 4 and len(rest) == 0
 
 
 def test_a_watched_step_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_a_step_without_noise_is_the_clipped_sum_over_a_constant(scheme: str, me
             torch.testing.assert_close(p.detach(), before[name] - 0.5 * p.grad, rtol=1e-12, atol=0)
 
 
-def test_clipping_by_layer_bounds_each_layer() -> None:
+def test_clipping_per_layer_bounds_each_layer() -> None:
     model, dataset = network(torch.float64), data(dtype=torch.float64)
     _, private = private_run(model, None, dataset, noise_multiplier=0, clipping=PerExample(0.7, parts="layer"))
     indices = first_step(model, private, backward_only=True)

@@ -414,7 +414,7 @@ def test_an_attribute_that_stays_is_accepted() -> None:
         private.step(losses_of(model, batch))
 
 
-def test_check_knows_coupled_strategies() -> None:
+def test_check_accepts_coupled_losses_for_coupled_strategies() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
 
@@ -551,7 +551,7 @@ def test_an_empty_batch_makes_no_local_update() -> None:
     assert called == [] and all(bool(g.any()) for g in gradients(model).values())
 
 
-def test_a_local_update_may_not_touch_the_model_itself() -> None:
+def test_a_local_update_must_not_change_the_model_itself() -> None:
     model = network()
 
     def backward(copied: nn.Module, batch: Any) -> None:

@@ -164,6 +164,7 @@ def test_a_loaded_checkpoint_can_be_evaluated_at_once() -> None:
     torch.testing.assert_close(other.eval()(images(3)), model.eval()(images(3)))
 
 
+@pytest.mark.slow
 def test_the_optimizer_has_one_hook_that_is_removed_with_the_run() -> None:
     _, private = run("public", 1.0)
     optimizer = private.optimizer

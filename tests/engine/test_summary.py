@@ -11,6 +11,6 @@ def test_a_run_shows_its_settings_and_steps():
     assert private.budget == 3.0
 
 
-def test_a_seeded_run_says_that_it_claims_no_guarantee():
+def test_a_seeded_run_states_that_it_claims_no_guarantee():
     _, private = private_run(seed=1)
     assert "none claimed" in repr(private) and private.budget is None

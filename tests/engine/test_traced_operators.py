@@ -39,6 +39,7 @@ def targets(graph: TracedSum) -> list[str]:
     return [str(node.target) for node in graph._run.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_longer_context_has_no_more_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipwise.gradients.forms.outer.gram_is_cheaper", lambda *sizes: True)
     short, long = targets(language(8)), targets(language(300))

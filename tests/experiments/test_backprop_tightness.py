@@ -25,7 +25,7 @@ def test_bounds_of_the_papers_networks_are_in_their_order() -> None:
             assert 1 - 1e-6 <= windows <= upstream * (1 + 1e-6), layer
 
 
-def test_the_page_says_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_states_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tightness, "NETWORKS", {"digits": ("mnist", "backprop_mnist", {})})
     monkeypatch.setattr(tightness, "KINDS", {"Linear": tightness.KINDS["Linear"]})
     text = tightness.page(None, examples=2, seed=3)

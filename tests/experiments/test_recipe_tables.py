@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_judged_table_is_written(folder: Path) -> None:
     tables.main(["--judge", "--data", str(folder), "--seeds", "1", "--out", str(folder / "results")])
     text = (folder / "results" / "tables_judged.md").read_text()
-    assert "| small | 3 | clipwise, logistic |" in text and "objective perturbation" in text
+    assert "| small | 3 | clipwise, linear |" in text and "objective perturbation" in text
 
 
 def test_counts_and_steps_together_are_within_the_budget(folder: Path) -> None:

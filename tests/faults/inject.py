@@ -84,7 +84,7 @@ class At:
 
 
 def count_lines(plan: Plan, files: Files) -> int:
-    """Return the number of lines that a first life without a fault executes."""
+    """Return the number of lines that a first process without a fault executes."""
     seen = 0
 
     def traced(frame: FrameType, event: str, argument: object) -> Any:

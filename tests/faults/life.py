@@ -1,6 +1,6 @@
 """The run for fault injection. It logs, unbuffered, everything that is visible.
 
-A run may have two lives, each in its own process: the first has the fault, the second continues from the last good
+A run may consist of two processes: the first has the fault, the second continues from the last good
 checkpoint or, if there is none, as a new run in the same ledger.
 """
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from clipwise.ledger import crash_points
 
-STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4  # of the first life, between checkpoints, of the second life
+STEPS, SAVE_EVERY, STEPS_AFTER = 12, 3, 4  # of the first process, between checkpoints, of the second process
 
-# How often a point is reached in the first life, with blocks of one release. The fifth checkpoint is the resume file.
+# How often a point is reached in the first process, with blocks of one release. The fifth checkpoint is the resume
+# file.
 REACHED = {"checkpoint.during-write": STEPS // SAVE_EVERY + 1}
 RESERVATIONS = 5  # with growing blocks: of 1, 2, 4, 4 and 4 releases
 

@@ -23,7 +23,7 @@ from tests.faults.plan import COMPARED, Plan, plans
 from tests.faults.verdict import Facts, broken
 from tests.soundness.crash_child import Files, in_a_child, position, saved_position, warm_up
 
-TOO_LONG = 60  # seconds; a life takes about 0.1
+TOO_LONG = 60  # seconds; a process takes about 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class World:
-    """Runs the lives of each plan."""
+    """Runs the processes of each plan."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class World:
         self._references: dict[Plan, list[object]] = {}
 
     def facts_of(self, plan: Plan, name: str) -> Facts:
-        """Run both lives of a plan."""
+        """Run both processes of a plan."""
         files = self._files(name)
         end = _in_a_child(files, lambda: first_life(INJECT[plan.kind](plan, files, self._lines)))
         said, at, saved = files.said(), position(files), saved_position(files)

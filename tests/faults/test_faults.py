@@ -51,27 +51,27 @@ def changed(**facts: object) -> list[str]:
     return broken(Facts(**{**vars(WELL), **facts}))  # type: ignore[arg-type]
 
 
-def test_a_run_that_went_well_breaks_nothing() -> None:
+def test_a_run_without_a_fault_keeps_every_property() -> None:
     assert broken(WELL) == []
 
 
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"position": 0}, "the ledger says 0"),
+        ({"position": 0}, "the ledger counts 0"),
         ({"checkpoint": 2, "said": ["saved 2", "release"]}, "more releases than the ledger"),
         ({"checkpoint": 1, "said": ["release"]}, "neither the old one nor the new one"),
         ({"said": ["key a 1", "key a 2"]}, "same noise on two sums"),
         ({"said": ["error ValueError()"]}, "ValueError"),
-        ({"end": 1}, "first life ended"),
-        ({"end_after": -14}, "second life ended"),
+        ({"end": 1}, "first process ended"),
+        ({"end_after": -14}, "second process ended"),
         ({"said_after": ["opened 0", *["update"] * 4], "position_after": 4}, "shrunk"),
         ({"position_after": 4}, "count each of them once"),
         ({"is_clean_after": False}, "cleanly"),
         ({"plan": Plan("clock jump", "step.before-grad", 1)}, "did not live through it"),
     ],
 )
-def test_a_broken_promise_is_seen(facts: dict[str, object], words: str) -> None:
+def test_a_broken_property_is_detected(facts: dict[str, object], words: str) -> None:
     assert any(words in promise for promise in changed(**facts))
 
 

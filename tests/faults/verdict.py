@@ -19,15 +19,15 @@ ROUNDING = 1e-4  # a sum in smaller pieces is added in another order
 
 @dataclass(frozen=True)
 class Facts:
-    """Observations of the two lives of a run.
+    """Observations of the two processes of a run.
 
     Args:
         plan: the run, and its fault.
-        end: how the first life ended: an exit code, or minus a signal.
+        end: how the first process ended: an exit code, or minus a signal.
         said: its log.
-        position: its ledger's number of releases, before the second life.
+        position: its ledger's number of releases, before the second process.
         checkpoint: the position in the last checkpoint, if there is one.
-        end_after, said_after, position_after, is_clean_after: the same of the second life.
+        end_after, said_after, position_after, is_clean_after: the same of the second process.
         reference: the weights of a run without a fault, if they must be equal.
     """
 
@@ -72,28 +72,28 @@ def broken(facts: Facts) -> list[str]:
 def _understated(facts: Facts) -> list[str]:
     found = []
     if facts.position < facts.seen:
-        found.append(f"the ledger says {facts.position}, and {facts.seen} releases were seen")
+        found.append(f"the ledger counts {facts.position}, and {facts.seen} releases were seen")
     # The rest of a reservation, a torn line, and a release that was charged and is not visible.
     most = min(facts.plan.block, LEAST_BLOCK)
     if facts.position > facts.seen + (2 if most == 1 else 2 * most + 1):
-        found.append(f"the ledger says {facts.position}, far above the {facts.seen} releases that were seen")
+        found.append(f"the ledger counts {facts.position}, far above the {facts.seen} releases that were seen")
     if facts.checkpoint is not None and facts.checkpoint > facts.position:
         found.append("a checkpoint holds more releases than the ledger")
     return found
 
 
 def _ended_wrongly(facts: Facts) -> list[str]:
-    if _told_anywhere(facts):
+    if _was_reported(facts):
         return []
     found = [line for line in facts.said + facts.said_after if line.startswith("error")]
     if facts.plan.kind in DEADLY and facts.happened and facts.end != -signal.SIGKILL:
-        found.append(f"the first life ended with {facts.end}")
+        found.append(f"the first process ended with {facts.end}")
     if facts.plan.kind not in DEADLY and facts.end != 0:
-        found.append(f"the first life ended with {facts.end}")
+        found.append(f"the first process ended with {facts.end}")
     return found
 
 
-def _told_anywhere(facts: Facts) -> bool:
+def _was_reported(facts: Facts) -> bool:
     """Torch reports a dead worker from a signal handler: like Ctrl-C, this may end a run at any line."""
     return facts.plan.kind == "worker crash" and any(
         line.startswith("error RuntimeError('DataLoader worker (pid") for line in facts.said
@@ -121,24 +121,24 @@ def _same_noise_twice(facts: Facts) -> list[str]:
 
 def _not_resumed(facts: Facts) -> list[str]:
     if facts.end_after != 0:
-        return [f"the second life ended with {facts.end_after}"]
+        return [f"the second process ended with {facts.end_after}"]
     if len(facts.numbers("opened", facts.said_after)) != 1:
-        return ["the second life did not open the ledger"]
+        return ["the second process did not open the ledger"]
     (opened,) = facts.numbers("opened", facts.said_after)
     found: list[str] = []
     if opened < facts.position:
         found.append("the position has shrunk")
     if facts.said_after.count("update") != STEPS_AFTER or facts.position_after != opened + STEPS_AFTER:
-        found.append("the second life did not make its steps, or did not count each of them once")
+        found.append("the second process did not make its steps, or did not count each of them once")
     if not facts.is_clean_after:
-        found.append("the second life did not end cleanly")
+        found.append("the second process did not end cleanly")
     return found
 
 
 def _changed_what_it_may_not(facts: Facts) -> list[str]:
     plan, found = facts.plan, []
     is_retried = plan.kind == "out of memory" and plan.is_compiled and plan.at != "noise"
-    if _told_anywhere(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
+    if _was_reported(facts) or (plan.kind == "worker crash" and "caught LedgerError" in facts.said):
         return []  # reported during a write: as after Ctrl-C, the ledger must be opened again
     if plan.kind in (*HARMLESS, "worker crash") or is_retried:
         extra = 0
@@ -149,7 +149,7 @@ def _changed_what_it_may_not(facts: Facts) -> list[str]:
     if "closed" not in facts.said or facts.said.count("update") != STEPS:
         found.append("the run did not live through it")
     if facts.position != STEPS + extra and plan.kind != "worker crash":
-        found.append(f"the ledger says {facts.position} instead of {STEPS + extra}")
+        found.append(f"the ledger counts {facts.position} instead of {STEPS + extra}")
     if is_retried and any(line.startswith("caught") for line in facts.said):
         found.append("the run did not retry with smaller pieces")
     weights = [json.loads(line[8:]) for line in facts.said if line.startswith("weights ")][-1:]

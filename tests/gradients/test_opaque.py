@@ -63,6 +63,7 @@ def test_a_compiled_model_is_refused_by_name(method: str) -> None:
     assert private.steps == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "bookkeeping", "reweight", "instantiate"])
 def test_a_region_that_allows_two_backward_passes_is_refused_too(method: str) -> None:
     private, compiled = compiled_run(PerExample(method=method))

@@ -159,7 +159,7 @@ def test_sizes_may_change_and_come_back() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_parameter_that_is_frozen_later_is_seen() -> None:
+def test_a_parameter_that_is_frozen_later_is_detected() -> None:
     """The graph then has fewer leaves, or a leaf that is not a trainable parameter."""
     torch.manual_seed(0)
     model, outlines = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)), Outlines()

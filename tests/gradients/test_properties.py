@@ -212,6 +212,7 @@ def test_one_memory_through_changing_batches_and_lengths(sizes: list[tuple[int, 
         require_exact(model, (torch.randn(batch, length, D, dtype=torch.float64),), memory)
 
 
+@pytest.mark.slow
 @FEWER
 @given(
     st.sampled_from(CASES),

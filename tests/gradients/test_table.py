@@ -1,5 +1,7 @@
 """The page of operations matches the cases."""
 
+import pytest
+
 from tests.gradients.cases import CASES
 from tests.gradients.table import PAGE, row
 
@@ -9,6 +11,7 @@ def test_the_page_has_every_case() -> None:
     assert [name for name in lines if name in {c.name for c in CASES}] == [c.name for c in CASES]
 
 
+@pytest.mark.slow
 def test_a_row_of_the_page_comes_out_again() -> None:
     for name in ("linear", "embedding bag max"):
         case = next(c for c in CASES if c.name == name)

@@ -134,7 +134,7 @@ def test_sparse_batches_decide_nothing_about_other_sizes() -> None:
         require_exact(apply, model, x, memory)
 
 
-def test_examples_whose_gradients_cancel_exactly_are_seen() -> None:
+def test_examples_whose_gradients_cancel_exactly_are_detected() -> None:
     """The plain sum of gradients is 0 at the weight, which does not mean that no gradient arrives."""
     model = Weights(w=(4, 3)).double()
     x = torch.tensor([[1.0, 2, 3, 4], [1, 0, 0, 0], [-2, -2, -3, -4]]).double()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +110,43 @@ def test_clipping_by_accelerate_is_refused_for_the_private_model(name: str) -> N
     getattr(accelerator, name)(other.parameters(), 1.0)
     with pytest.raises(clipwise.ConfigurationError, match=rf"accelerator\.{name} would clip the noised mean"):
         getattr(accelerator, name)(model.parameters(), 1.0)
+
+
+def test_the_loader_of_the_run_is_not_skipped() -> None:
+    accelerator, model = Accelerator(cpu=True), network()
+    loader = make_private(accelerator, model, sgd(model), DataLoader(data(), 8), noise_multiplier=1.0)
+    assert len(accelerator.skip_first_batches(DataLoader(data(), 8), 2)) == 3
+    with pytest.raises(clipwise.ConfigurationError, match="skip_first_batches"):
+        accelerator.skip_first_batches(loader, 2)
+
+
+def test_a_saved_state_continues_the_run(tmp_path: Path) -> None:
+    def begun() -> tuple[Accelerator, Any, Any, Any]:
+        accelerator, model = Accelerator(cpu=True), network()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        loader = make_private(
+            accelerator, model, optimizer, DataLoader(data(), 8), noise_multiplier=1.0, seed=3,
+            ledger=tmp_path / "ledger",
+        )  # fmt: skip
+        accelerator.register_for_checkpointing(loader.private)
+        return accelerator, model, optimizer, loader
+
+    def epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: MeanLossLoader) -> None:
+        for x, y in loader:
+            accelerator.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+    run = begun()
+    epoch(*run)
+    run[0].save_state(str(tmp_path / "saved"))
+    run[3].private.close()
+    run = begun()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", clipwise.PrivacyWarning)  # such as one about a fresh secret
+        run[0].load_state(str(tmp_path / "saved"))
+        epoch(*run)
+    assert run[3].private.spent(delta=1e-3).steps == 10
+    run[3].private.statement()
 
 
 def test_bf16_trains() -> None:

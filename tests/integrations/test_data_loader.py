@@ -14,12 +14,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from clipwise.errors import ConfigurationError
-from clipwise.integrations.data_loader import arguments_of
+from clipwise.integrations.data_loader import arguments_of, holds_records_of
 from tests.runs import data
 
 
@@ -77,3 +78,10 @@ def test_the_arguments_of_a_loader() -> None:
     assert found == {
         "dataset": dataset, "batch_size": len(dataset), "num_workers": 0, "pin_memory": False, "collate_fn": list,
     }  # fmt: skip
+
+
+def test_an_evaluation_on_training_records_is_found() -> None:
+    rows, other = data(), data()
+    half, rest = Subset(rows, range(20)), Subset(rows, range(20, 40))
+    assert holds_records_of(rows, half) and holds_records_of(half, rows) and holds_records_of(rows, Subset(half, [1]))
+    assert not holds_records_of(half, rest) and not holds_records_of(rows, other) and not holds_records_of(None, None)

@@ -18,6 +18,7 @@ import clipwise
 pytest.importorskip("flwr", reason="Flower has an environment of its own: make test-integrations")
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 
 from clipwise.integrations.flower import PrivateFedAvg
 from clipwise.ledger.ledger import read
@@ -133,10 +134,21 @@ def test_a_round_without_clients_releases_noise() -> None:
     assert strategy.private.steps == 1 and not torch.equal(found["weight"], start["weight"])
 
 
-@pytest.mark.parametrize("name", ["fraction_train", "min_train_nodes", "weighted_by_key", "fraction_evaluate"])
+@pytest.mark.parametrize(
+    "name",
+    ["fraction_train", "min_train_nodes", "min_available_nodes", "weighted_by_key", "train_metrics_aggr_fn",
+     "fraction_evaluate", "min_evaluate_nodes", "evaluate_metrics_aggr_fn"],
+)  # fmt: skip
 def test_settings_of_fedavg_that_are_not_private_are_refused(name: str) -> None:
     with pytest.raises(clipwise.ConfigurationError, match=name):
         PrivateFedAvg(network(), clients=CLIENTS, **{name: 1})
+
+
+def test_a_strategy_around_it_is_refused() -> None:
+    inner = PrivateFedAvg(network(), clients=CLIENTS, sample_rate=0.5, noise_multiplier=1.0)
+    outer = DifferentialPrivacyServerSideFixedClipping(inner, 1.0, 1.0, 6)
+    with pytest.raises(clipwise.StepError, match="Do not wrap"):
+        outer.start(LocalGrid(app, CLIENTS), ArrayRecord(network().state_dict()), num_rounds=1)
 
 
 def test_an_evaluation_on_clients_is_refused() -> None:

@@ -17,7 +17,14 @@ import clipwise
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import HfArgumentParser, TrainerCallback, TrainingArguments, get_linear_schedule_with_warmup
+from transformers import (
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
 
 from clipwise.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from tests.integrations import huggingface_models as tiny
@@ -59,7 +66,7 @@ def trainer(
         if name in options
     }
     given: dict[str, Any] = {
-        "model": own.pop("model", None) or tiny.model(head),
+        "model": own.pop("model") if "model" in own else tiny.model(head),
         "train_dataset": tiny.records(SIZE, head),
         "data_collator": tiny.collate,
     }
@@ -153,6 +160,37 @@ def test_a_second_call_of_train_is_counted_too(tmp_path: Path) -> None:
     made.train()
     assert made.private.spent().steps == 2 * first.steps == 8
     assert made.private.spent().epsilon > first.epsilon
+
+
+def test_a_compiled_model_trains_as_it_is(tmp_path: Path) -> None:
+    made = trainer(tmp_path, model=torch.compile(tiny.model("sequence"), backend="eager"), max_steps=2)
+    made.train()
+    assert made.private.steps == 2
+
+
+def test_generation_in_the_evaluation(tmp_path: Path) -> None:
+    class PrivateSeq2SeqTrainer(PrivateTrainer, Seq2SeqTrainer):
+        pass
+
+    lengths: list[int] = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        lengths.append(found.predictions.shape[1])
+        return {}
+
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True, max_steps=2, save_strategy="no",
+        predict_with_generate=True, generation_max_length=5,
+    )  # fmt: skip
+    made = PrivateSeq2SeqTrainer(
+        tiny.model("seq2seq"), arguments, data_collator=tiny.collate, train_dataset=tiny.records(8, "seq2seq"),
+        eval_dataset=tiny.records(4, "seq2seq", seed=1), compute_metrics=metrics,
+        privacy=PrivacyArguments(noise_multiplier=1.0),
+    )  # fmt: skip
+    made.train()
+    assert made.private.steps == 2
+    made.evaluate(num_beams=2)
+    assert lengths
 
 
 def test_max_steps_bf16_and_checkpointed_layers(tmp_path: Path) -> None:

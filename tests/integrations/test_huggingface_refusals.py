@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 import clipwise
 
@@ -28,7 +28,7 @@ def trainer(folder: Path, arguments: dict[str, Any] | None = None, **options: An
         "data_collator": tiny.collate,
         "privacy": PrivacyArguments(noise_multiplier=1.0),
     }
-    return PrivateTrainer(tiny.model("sequence"), **{**given, **options})
+    return PrivateTrainer(**{"model": tiny.model("sequence"), **given, **options})
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,11 @@ def trainer(folder: Path, arguments: dict[str, Any] | None = None, **options: An
         ("auto_find_batch_size", True),
         ("neftune_noise_alpha", 5.0),
         ("torch_compile", True),
+        ("torch_compile_backend", "eager"),
+        ("torch_compile_mode", "default"),
         ("include_num_input_tokens_seen", "all"),
+        ("skip_memory_metrics", False),
+        ("debug", "underflow_overflow"),
         ("optim", "schedule_free_adamw"),
         ("optim", "galore_adamw_layerwise"),
     ],
@@ -79,10 +83,12 @@ def test_an_iterable_data_set_is_refused(tmp_path: Path) -> None:
 
 def test_evaluation_on_training_records_is_refused(tmp_path: Path) -> None:
     rows = tiny.records(8, "sequence")
-    with pytest.raises(clipwise.ConfigurationError, match="eval_dataset is train_dataset"):
+    with pytest.raises(clipwise.ConfigurationError, match="on train_dataset"):
         trainer(tmp_path, train_dataset=rows, eval_dataset={"train": rows})
-    with pytest.raises(clipwise.ConfigurationError, match="eval_dataset is train_dataset"):
-        trainer(tmp_path, train_dataset=rows).evaluate(rows)
+    for evaluate in ("evaluate", "predict"):
+        for part in (rows, Subset(rows, range(4))):
+            with pytest.raises(clipwise.ConfigurationError, match="on train_dataset"):
+                getattr(trainer(tmp_path, train_dataset=rows), evaluate)(part)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,45 @@ def test_evaluation_on_training_records_is_refused(tmp_path: Path) -> None:
 def test_a_collator_is_refused(tmp_path: Path, collator: Any, message: str) -> None:
     with pytest.raises(clipwise.ConfigurationError, match=message):
         trainer(tmp_path, data_collator=collator)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 2.0}, r"PrivacyArguments\(max_norm=\)"),
+        ({"batch_size": 4}, "gradient_accumulation_steps"),
+        ({"steps": 4}, "max_steps"),
+        ({"group": range(8)}, "protects records"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_that_is_set_elsewhere_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(clipwise.ConfigurationError, match=message):
+        trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=1.0, options=options))
+
+
+def test_two_clipping_norms_are_refused(tmp_path: Path) -> None:
+    options = {"clipping": clipwise.PerExample(max_norm=1.0)}
+    with pytest.raises(clipwise.ConfigurationError, match="norm of its own"):
+        trainer(tmp_path, privacy=PrivacyArguments(noise_multiplier=1.0, max_norm=2.0, options=options))
+
+
+@pytest.mark.parametrize("name", ["training_step", "get_train_dataloader", "_get_train_sampler"])
+def test_a_subclass_that_replaces_the_step_is_refused(tmp_path: Path, name: str) -> None:
+    kind = type("Mine", (PrivateTrainer,), {name: lambda self, *args: None})
+    with pytest.raises(clipwise.ConfigurationError, match=f"Mine overrides {name}"):
+        kind(tiny.model("sequence"), privacy=PrivacyArguments(noise_multiplier=1.0))
+
+
+def test_arguments_and_trainers_of_trl_are_refused(tmp_path: Path) -> None:
+    config = type("SFTConfig", (TrainingArguments,), {"__module__": "trl.trainer.sft_config"})
+    with pytest.raises(clipwise.ConfigurationError, match="SFTConfig of TRL"):
+        trainer(tmp_path, args=config(str(tmp_path), report_to=[], use_cpu=True))
+
+
+def test_float16_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(clipwise.ConfigurationError, match="float16"):
+        trainer(tmp_path, model=tiny.model("sequence").half())
 
 
 def test_a_search_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import clipwise
 
 pytest.importorskip("lightning")
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 
 from clipwise.integrations.lightning import PrivateStrategy
@@ -145,6 +152,7 @@ def test_a_budget_is_that_of_all_fits(tmp_path: Path) -> None:
     module, strategy = model(), PrivateStrategy(epsilon=3.0, delta=1e-3)
     fit = trainer(tmp_path, strategy)
     fit.fit(module, DataLoader(data(), BATCH))
+    fit.fit_loop.max_epochs = 4
     with pytest.raises(clipwise.ConfigurationError, match="used up"):
         fit.fit(module, DataLoader(data(), BATCH))
 
@@ -184,6 +192,109 @@ def test_a_wrong_loader_or_module_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model("None"), DataLoader(data(), BATCH))
 
 
+@pytest.mark.parametrize(
+    "callback",
+    [GradientAccumulationScheduler({0: 2}), StochasticWeightAveraging(0.1), EMAWeightAveraging(), LearningRateFinder()],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_a_callback_that_trains_or_steps_is_refused(tmp_path: Path, callback: pl.Callback) -> None:
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0), callbacks=[callback])
+    with pytest.raises(clipwise.ConfigurationError, match=type(callback).__name__):
+        fit.fit(model(), DataLoader(data(), BATCH))
+
+
+def test_a_callback_that_monitors_a_training_value_is_refused(tmp_path: Path) -> None:
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0), callbacks=[EarlyStopping("train_loss")])
+    with pytest.raises(clipwise.ConfigurationError, match="EarlyStopping monitors 'train_loss'"):
+        fit.fit(model("logged"), DataLoader(data(), BATCH))
+
+
+class Scheduled(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        self.planned = self.trainer.estimated_stepping_batches, len(self.trainer.train_dataloader.dataset)
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=int(self.planned[0]))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_rate": 0.25}, {"sampling": "full"}], ids=str)
+def test_a_schedule_may_ask_for_the_number_of_steps(tmp_path: Path, options: dict[str, Any]) -> None:
+    module, strategy = Scheduled(), PrivateStrategy(noise_multiplier=1.0, **options)
+    fit = trainer(tmp_path, strategy)
+    fit.fit(module, DataLoader(data(), BATCH), DataLoader(data(), 16))
+    assert module.planned == (strategy.private.steps, SIZE)
+
+
+def test_a_checkpoint_within_an_epoch_continues_with_equal_masks(tmp_path: Path) -> None:
+    def made() -> tuple[Model, PrivateStrategy]:
+        module = model()
+        module.net.insert(2, nn.Dropout(0.5))
+        return module, PrivateStrategy(noise_multiplier=1.0, seed=3, ledger=tmp_path / "ledger")
+
+    torch.manual_seed(1)  # as `seed_everything` does
+    whole, strategy = made()
+    trainer(tmp_path, strategy).fit(whole, DataLoader(data(), BATCH))
+    (tmp_path / "ledger").unlink()
+    first, strategy = made()
+    saved = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=8, save_top_k=-1)
+    fit = trainer(tmp_path, strategy, enable_checkpointing=True, callbacks=[saved, _StopAt(8)])
+    fit.fit(first, DataLoader(data(), BATCH))
+    second, strategy = made()
+    fit = trainer(tmp_path, strategy)
+    fit.fit(second, DataLoader(data(), BATCH), ckpt_path=tmp_path / "saved" / "epoch=1-step=8.ckpt", weights_only=True)
+    assert fit.global_step == strategy.private.steps == 12
+    for mine, other in zip(second.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+class _StopAt(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_step == self.step
+
+
+def test_releases_after_a_checkpoint_stay_counted(tmp_path: Path) -> None:
+    module, strategy = model(), PrivateStrategy(noise_multiplier=1.0, delta=1e-3)
+    saved = ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
+    fit = trainer(tmp_path, strategy, enable_checkpointing=True, callbacks=[saved])
+    fit.fit(module, DataLoader(data(), BATCH))
+    early = tmp_path / "epoch=0-step=6.ckpt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", clipwise.PrivacyWarning)
+        fit.validate(module, DataLoader(data(), BATCH), ckpt_path=early, verbose=False, weights_only=True)
+        fit.fit(module, DataLoader(data(), BATCH), ckpt_path=early, weights_only=True)
+    assert strategy.private.spent().steps == 18
+
+
+def test_a_checkpoint_without_a_private_run_is_refused(tmp_path: Path) -> None:
+    plain = pl.Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    plain.fit(model(), DataLoader(data(), BATCH))
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0))
+    with pytest.raises(clipwise.CheckpointError, match=r"plain\.ckpt.*would not be counted"):
+        fit.fit(model(), DataLoader(data(), BATCH), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
+
+
+def test_several_loaders_and_users_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(clipwise.ConfigurationError, match="several data loaders"):
+        trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model(), [DataLoader(data(), BATCH)] * 2)
+    strategy = PrivateStrategy(noise_multiplier=1.0, group=range(SIZE), clipping=clipwise.Batch(max_norm=1.0))
+    with pytest.raises(clipwise.ConfigurationError, match="group="):
+        trainer(tmp_path, strategy).fit(model(), DataLoader(data(), BATCH))
+
+
+def test_microbatches_are_pieces(tmp_path: Path) -> None:
+    strategy = PrivateStrategy(noise_multiplier=1.0, clipping=clipwise.Batch(max_norm=1.0, microbatches=4))
+    fit = trainer(tmp_path, strategy)
+    fit.fit(model(), DataLoader(data(), BATCH))
+    assert fit.global_step == strategy.private.steps == 12
+
+
 @pytest.mark.parametrize("sanity_steps", [0, 2])
 def test_an_evaluation_on_the_training_records_is_refused(tmp_path: Path, sanity_steps: int) -> None:
     rows = data()
@@ -191,6 +302,8 @@ def test_an_evaluation_on_the_training_records_is_refused(tmp_path: Path, sanity
     with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
         fit.fit(model(), DataLoader(rows, BATCH), DataLoader(rows, 16))
     assert not fit.callback_metrics
+    with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):
+        fit.fit(model(), DataLoader(rows, BATCH), DataLoader(Subset(rows, range(20)), 16))
     fit = trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0))
     fit.fit(model(), DataLoader(rows, BATCH), DataLoader(data(), 16))
     with pytest.raises(clipwise.ConfigurationError, match="evaluate on other records"):

@@ -56,6 +56,15 @@ def test_files(tmp_path: Path) -> None:
     assert entries[-1]["step"] == 5
 
 
+def test_a_new_value_adds_a_column(tmp_path: Path) -> None:
+    CSVLog(tmp_path / "log.csv").log({"epsilon": 1.0}, step=1)
+    log = CSVLog(tmp_path / "log.csv")  # of a run that continues
+    log.log({"epsilon_rdp": 2.0}, step=2)
+    log.log({"epsilon_rdp": 3.0}, step=3)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert lines == ["step,epsilon,epsilon_rdp", "1,1.0,", "2,,2.0", "3,,3.0"]
+
+
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

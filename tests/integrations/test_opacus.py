@@ -123,9 +123,10 @@ def test_a_tutorial_script_equals_the_plain_loop(kind: str) -> None:
     assert "BackwardHook" not in str(model._backward_hooks) and not model._forward_hooks
 
 
-def test_a_budget_for_epochs_ends_where_it_was_planned() -> None:
+@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+def test_a_budget_for_epochs_ends_where_it_was_planned(accountant: str) -> None:
     model, optimizer, data = parts_of("image classifier")
-    engine = PrivacyEngine()
+    engine = PrivacyEngine(accountant=accountant)
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=BATCH), target_epsilon=3.0,
         target_delta=1e-3, epochs=1, max_grad_norm=1.0,
@@ -473,7 +474,7 @@ def test_a_loss_without_known_terms_is_refused() -> None:
     model, optimizer, loader = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH), noise_multiplier=1.0, max_grad_norm=1.0
     )
-    with pytest.raises(clipwise.StepError, match="per-example terms are not known"):
+    with pytest.raises(clipwise.StepError, match="per-example terms of the loss are not known"):
         for x, _ in loader:
             model(x).logsumexp(0).sum().backward()
 

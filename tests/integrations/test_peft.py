@@ -107,6 +107,12 @@ def test_an_adapter_that_would_not_train_is_refused(tmp_path: Path) -> None:
         require_trainable(merged)
 
 
+def test_adalora_is_refused(tmp_path: Path) -> None:
+    config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["c_attn"], total_step=10, tinit=1, tfinal=1)
+    with pytest.raises(clipwise.ConfigurationError, match="AdaLoraConfig"):
+        trainer(tmp_path, peft.get_peft_model(tiny.model("causal"), config)).train()
+
+
 def test_parameters_that_did_not_move_are_named(tmp_path: Path) -> None:
     made = trainer(tmp_path, adapted("lora"), learning_rate=0.0)
     with pytest.warns(clipwise.PrivacyWarning, match="lora_A"):
@@ -129,6 +135,25 @@ def test_factors_of_lora_take_turns_on_one_ledger(tmp_path: Path) -> None:
         assert changed == {"lora_A" if phase % 2 else "lora_B"}
     spent = made.private.spent()
     assert spent.steps == 9 and spent.accountant == "renyi-filter"
+
+
+def test_a_classifier_trains_its_new_head(tmp_path: Path) -> None:
+    model = peft.get_peft_model(
+        tiny.model("sequence"), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    )
+    arguments = TrainingArguments(str(tmp_path), report_to=[], disable_tqdm=True, use_cpu=True, max_steps=2)
+    made = PrivateTrainer(
+        model, arguments, train_dataset=tiny.records(SIZE, "sequence"), data_collator=tiny.collate,
+        privacy=PrivacyArguments(noise_multiplier=1.0),
+    )  # fmt: skip
+    head = model.base_model.model.classifier.modules_to_save["default"].weight
+    before = head.detach().clone()
+    made.train()
+    assert not torch.equal(head, before)
+    head.requires_grad_(False)
+    model.base_model.model.classifier.modules_to_save["default"].bias.requires_grad_(False)
+    with pytest.raises(clipwise.ConfigurationError, match=r"classifier' is frozen"):
+        require_trainable(model)
 
 
 def test_parts_need_lora() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -109,3 +110,29 @@ def test_it_clones_for_a_search() -> None:
     X, y = make_blobs(60, centers=2, n_features=3, random_state=0)
     search = GridSearchCV(PrivateClassifier(epochs=1), {"max_norm": [0.5, 1.0]}, cv=2).fit(X, y)
     assert set(search.best_params_) == {"max_norm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"feature_range": (1, 0)}, "feature_range"),
+        ({"target_range": (1, 1)}, "target_range"),
+        ({"module": nn.Linear(2, 1)}, "module must be a function"),
+        ({"random_state": np.random.RandomState(0)}, "random_state"),
+        ({"epsilon": 0}, "epsilon"),
+        ({"batch_size": 0}, "batch_size"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (20, 2))
+    with pytest.raises(clipwise.ConfigurationError, match=message):
+        PrivateRegressor(**options).fit(X, X[:, 0])
+
+
+def test_one_hidden_layer_may_be_a_number() -> None:
+    X, y = make_blobs(40, centers=2, n_features=3, random_state=0)
+    model = PrivateClassifier(epochs=1, hidden_layer_sizes=5).fit(X, y)
+    assert [p.shape[0] for p in model.module_.parameters()] == [5, 5, 2, 2]
+    again = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))

@@ -232,7 +232,7 @@ def moved_otherwise(model: nn.Module) -> None:
         moved_otherwise,
     ],
 )
-def test_changes_that_torch_does_not_count_are_seen(change: object) -> None:
+def test_changes_that_torch_does_not_count_are_detected(change: object) -> None:
     model, statistics = sound("public", torch.float32)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -353,7 +353,7 @@ def test_a_state_without_the_number_of_rows() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*public_rows"):
         elsewhere.load_state_dict(state)
     elsewhere.load_state_dict(state, strict=False)
-    with pytest.raises(StepError, match="how many public rows"):
+    with pytest.raises(StepError, match="without a number of public rows"):
         elsewhere(images(3))
 
 

@@ -119,6 +119,7 @@ def test_averages_do_not_follow_the_releases_of_others() -> None:
 # The budget
 
 
+@pytest.mark.slow
 def test_two_runs_share_one_budget(another: Next) -> None:
     model, private = another(**BUDGET)
     train(model, private, 5)
@@ -179,6 +180,7 @@ def test_threads_cannot_pass_the_budget_together() -> None:
     assert 0.8 * EPSILON < runs[0][1].spent().epsilon <= EPSILON
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_used_up_is_refused_at_once(another: Next) -> None:
     model, private = another(**BUDGET)
     until_exhausted(model, private)
@@ -250,6 +252,7 @@ def test_a_plan_goes_along_with_a_checkpoint() -> None:
     assert [entry.run for entry in other._context.ledger.history()] == [private._context.tag, other._context.tag]
 
 
+@pytest.mark.slow
 def test_without_a_plan_the_first_budget_decides(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     with private_run(ledger=path, noise_multiplier=2.0)[1] as private:
@@ -289,6 +292,7 @@ def test_a_joined_run_continues_bit_for_bit(tmp_path: Path) -> None:
     assert until_exhausted(model, private) <= 1
 
 
+@pytest.mark.slow
 def test_a_run_with_another_plan_is_another_run(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     model, private = private_run(ledger=path, **BUDGET)

@@ -26,7 +26,7 @@ def test_histories_follow_each_other_and_epochs_are_not_merged(tmp_path: Path) -
     assert accounting.epsilon_of(history, 1e-5) > accounting.epsilon_of([Entry(SHUFFLED, 4)], 1e-5)
 
 
-def test_a_run_that_went_on_in_two_ledgers_is_two_runs(tmp_path: Path) -> None:
+def test_a_run_that_continued_in_two_ledgers_is_two_runs(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with FileLedger(tmp_path / name) as open_ledger:
             open_ledger.import_history([Entry(EVENT, 3, "run")])

@@ -72,7 +72,7 @@ def test_counts_and_steps_are_one_pld_figure_everywhere(tmp_path: Path) -> None:
     assert found.budget == EPSILON and found.exact and found.probed
 
 
-def test_the_noise_leaves_room_for_the_counts() -> None:
+def test_the_noise_allows_for_the_counts() -> None:
     assert noise() > accounting.smallest_noise(STEP, STEPS, EPSILON, DELTA)
 
 

@@ -34,6 +34,7 @@ def test_what_another_version_wrote_is_left_aside() -> None:
     assert About.from_dict({"novel": 1, "delta": 1e-6}) == About(delta=1e-6)
 
 
+@pytest.mark.slow
 @given(st.recursive(st.floats() | st.text() | st.none(), lambda inner: st.lists(inner) | st.tuples(inner)))
 def test_plain_data_is_always_json(value: object) -> None:
     json.dumps(plain(value), allow_nan=False)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, Windows, torus_bound
+from clipwise.lipschitz.convolution import Convolution, ConvolutionRule, WindowGeometry, torus_bound
 from clipwise.lipschitz.matrix_norms import frobenius_norms, gram_bounds, measured_together, spectral_bounds
 from clipwise.lipschitz.rule import Call, Effort, Rounding
 
 
-def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> Windows:
+def windows_of(module: Convolution, size: Sequence[int], out: Sequence[int]) -> WindowGeometry:
     shapes = [(module.in_channels, *size)], (module.out_channels, *out)
     return ConvolutionRule(Call("", module, *shapes, Rounding(2.0**-52))).windows
 
@@ -87,7 +87,7 @@ def test_each_matrix_of_a_stack_gets_a_bound() -> None:
     assert torch.allclose(spectral_bounds(w), torch.stack([spectral_bounds(one) for one in w]))
 
 
-def operator_bound(module: Convolution, windows: Windows, effort: Effort = "spectral") -> float:
+def operator_bound(module: Convolution, windows: WindowGeometry, effort: Effort = "spectral") -> float:
     """The bound of the convolution rule for these windows."""
     shape, out = (module.in_channels, *windows.size), (module.out_channels, *windows.out)
     rule = ConvolutionRule(Call("", module, [shape], out, Rounding(2.0**-52)))
@@ -117,6 +117,7 @@ convolutions = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @given(c=convolutions)
 def test_operator_bounds_of_convolutions_are_never_below_the_svd(c: dict[str, int]) -> None:

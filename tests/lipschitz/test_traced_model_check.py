@@ -90,7 +90,7 @@ class WithoutTensors(Model):
 
 @pytest.mark.parametrize("kind", [Model, WithoutTensors])
 @pytest.mark.parametrize("what", CHANGES)
-def test_state_that_bounds_depend_on_may_not_change(what: str, kind: type[Model]) -> None:
+def test_state_that_bounds_depend_on_must_not_change(what: str, kind: type[Model]) -> None:
     if what == "a plain tensor" and kind is WithoutTensors:
         pytest.skip("it has none")
     model = kind()
@@ -103,7 +103,7 @@ def test_state_that_bounds_depend_on_may_not_change(what: str, kind: type[Model]
             same.require()
 
 
-def test_nested_attributes_may_not_change() -> None:
+def test_nested_attributes_must_not_change() -> None:
     for write in (lambda m: m.words["a"].__setitem__(0, 7.0), lambda m: m.pairs[0][1].__setitem__(0, 7.0)):
         model = WithoutTensors()
         same = AsTraced(model, trace(model, (4,)))
@@ -186,7 +186,7 @@ HIDDEN: dict[str, tuple[Callable[[Reader], float], Callable[[Reader], Any]]] = {
 
 
 @pytest.mark.parametrize("where", HIDDEN)
-def test_a_number_from_anywhere_may_not_change(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_from_anywhere_must_not_change(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Elsewhere, "number", 0.0)
     read, change = HIDDEN[where]
     model = Reader(read)
@@ -197,7 +197,7 @@ def test_a_number_from_anywhere_may_not_change(where: str, monkeypatch: pytest.M
         same.require()
 
 
-def test_a_rate_from_anywhere_may_not_change() -> None:
+def test_a_rate_from_anywhere_must_not_change() -> None:
     rates = [0.1]
     model = Reader(lambda m: 0.0, lambda: rates[0])
     same = AsTraced(model, trace(model, (4,)))

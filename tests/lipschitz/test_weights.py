@@ -36,6 +36,7 @@ def test_norms_are_within_their_limits_afterwards(norm: str, limit: float) -> No
         assert found >= 0.99 * limit  # no more than needed: Gram bounds are this close
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_clipping_again_changes_nothing() -> None:
     for family in ("dense", "convolutional", "table"):

@@ -42,7 +42,7 @@ def derived(label: str = "noise/0") -> bytes:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_draw_keeps_the_tail(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     words = Fed(np.full(1000, TOP, np.uint64)), Fed(tail_words(2000, stats.norm.sf(9.0) / TAIL))
-    monkeypatch.setattr(noise, "_streams", lambda key, chunk: words)
+    monkeypatch.setattr(noise._Streams, "of", lambda self, chunk: words)
     x = gaussian(derived(), 1000, 2.0, dtype=dtype).double().numpy() / 2.0
     assert tail_p_value(x, 9.0) > 1e-3
 
@@ -142,7 +142,7 @@ def test_callers_may_draw_at_the_same_time() -> None:
             assert torch.equal(found, alone)
 
 
-def test_a_draw_of_one_chunk_asks_for_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_of_one_chunk_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     pool = noise._pool
     monkeypatch.setattr(noise, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads))
@@ -186,7 +186,15 @@ def test_chunks_are_independent() -> None:
 
 
 def words_of(key: bytes, chunk: int) -> np.ndarray:
-    return np.concatenate([stream.random_raw(400) for stream in noise._streams(key, chunk)])
+    return np.concatenate([stream.random_raw(400) for stream in noise._Streams(key).of(chunk)])
+
+
+def test_a_generator_that_was_moved_gives_the_words_of_a_new_one() -> None:
+    streams = noise._Streams(derived())
+    for chunk in (3, 0, 2**40):
+        for used, new in zip(streams.of(chunk), noise._Streams(derived()).of(chunk), strict=True):
+            # The odd number of words leaves some in the generator's buffer.
+            assert np.array_equal(used.random_raw(403), new.random_raw(403))
 
 
 def test_no_two_chunks_share_a_word_and_every_byte_of_the_key_counts() -> None:

@@ -78,6 +78,7 @@ def rest_distribution(x: np.ndarray) -> np.ndarray:
     return np.asarray((stats.norm.cdf(x) - boxes) / (1 - COUNTS.sum() * 2.0**-TABLE_BITS))
 
 
+@pytest.mark.slow
 def test_the_rest_has_the_law_of_what_the_boxes_leave() -> None:
     values = rest_of(random_words(1 << 19))
     assert stats.kstest(values[:40_000], rest_distribution).pvalue > 1e-3

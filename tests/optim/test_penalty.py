@@ -53,7 +53,7 @@ def test_what_is_no_penalty_is_refused_before_anything_is_released(bad: Any) -> 
         private_run(penalty=bad)
 
 
-def test_one_that_goes_wrong_later_is_refused_then() -> None:
+def test_a_later_error_is_refused_then() -> None:
     values = iter([ridge, lambda model: 1.0])
     model, private = private_run(penalty=lambda model: next(values)(model))
     with pytest.raises(StepError, match="penalty must return a single number"):

@@ -180,6 +180,8 @@ def test_the_metrics_hold_no_loss_and_no_batch_size(tmp_path):
     progress = {"kind", "epoch", "step", "steps", "epsilon", "accountant", "seconds"}
     released = {"kind", "name", "value", "low", "high", "rows", "group", "confidence", "step"}
     assert {frozenset(line) for line in lines} == {frozenset(progress), frozenset(released)}
+    # Exact times of steps would show realised batch sizes.
+    assert all(isinstance(line["seconds"], int) for line in lines if line["kind"] == "progress")
 
 
 def test_the_held_out_rows_are_released_once(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from clipwise.report import plain_words as words
 from clipwise.report.record import RunRecord
+from clipwise.report.wording import percent
 
 
 def test_the_guarantee_names_its_unit_and_its_factor(record: RunRecord) -> None:
@@ -31,7 +32,7 @@ def test_odds() -> None:
 
 
 def test_percentages_are_rounded_up_to_at_most_100() -> None:
-    assert words.percent(0.123456) == "12.4%" and words.percent(1.0) == "100%" and words.percent(1 - 1e-9) == "100%"
+    assert percent(0.123456, 3) == "12.4%" and percent(1.0) == "100%" and percent(1 - 1e-9) == "100%"
 
 
 def test_figures_that_are_no_numbers() -> None:

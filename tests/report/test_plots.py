@@ -25,7 +25,7 @@ NO_NOISE = [Entry(Event(Sampling.FULL, Adjacency.ZERO_OUT, Unit.RECORD, 0.0, 1.0
 Draw = Callable[[list[Entry], Path], None]
 DRAWINGS: dict[str, Draw] = {
     "steps": lambda history, path: plots.epsilon_over_steps(history, 1e-5, path),
-    "curve": lambda history, path: plots.tradeoff_curve(history, path, gaussian=True),
+    "curve": lambda history, path: plots.tradeoff_curve(history, path, measured=0.5),
     "delta": plots.delta_profile,
 }
 every_drawing = pytest.mark.parametrize("draw", DRAWINGS.values(), ids=DRAWINGS)
@@ -63,6 +63,7 @@ def test_the_same_history_gives_the_same_file(draw: Draw, history: list[Entry], 
         assert files[0].read_bytes().startswith(start)
 
 
+@pytest.mark.slow
 @every_drawing
 def test_a_picture_has_no_date_and_can_be_parsed(draw: Draw, tmp_path: Path) -> None:
     draw(POISSON, tmp_path / "a.svg")
@@ -83,7 +84,7 @@ def test_lines_differ_without_colour(draw: Draw, tmp_path: Path, axes: list[Any]
 
 
 @every_drawing
-def test_the_title_says_what_is_guaranteed(draw: Draw, tmp_path: Path, axes: list[Any]) -> None:
+def test_the_title_states_what_is_guaranteed(draw: Draw, tmp_path: Path, axes: list[Any]) -> None:
     draw(POISSON, tmp_path / "a.svg")
     title = axes[0].get_title(loc="left")
     for word in ("Poisson sampling", "zero-out", "record", "noise multiplier 1.1", "rate 0.01", "200 steps"):

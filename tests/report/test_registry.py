@@ -40,7 +40,7 @@ def test_it_states_what_the_run_recorded(record: RunRecord) -> None:
     assert "not accounted" in found["implementation"]["pre_processing_eda_hyperparameter_tuning"]
 
 
-def test_what_only_the_publisher_knows_is_marked(record: RunRecord) -> None:
+def test_fields_for_the_publisher_are_marked(record: RunRecord) -> None:
     found = registry(record)["deployment"]
     for text in (found["product"]["intended_use"], found["model"]["actors"], found["implementation"]["justification"]):
         assert TO_FILL_IN in text

@@ -112,19 +112,19 @@ def test_it_names_the_neighbours(sampling: Sampling, adjacency: Adjacency, words
 
 
 @pytest.mark.parametrize("sampling", Sampling)
-def test_it_says_how_batches_are_drawn(sampling: Sampling) -> None:
+def test_it_states_how_batches_are_drawn(sampling: Sampling) -> None:
     adjacency = Adjacency.REPLACE_ONE if sampling in (Sampling.FIXED_SIZE, Sampling.PARTITION) else Adjacency.ZERO_OUT
     rate = 1.0 if sampling is Sampling.FULL else 0.2
     said = line(statement(event=Event(sampling, adjacency, Unit.RECORD, 1.1, rate)), "releases")
     assert f"{sampling} sampling" in said and "(" in said and "{" not in said
 
 
-def test_it_says_what_an_attacker_can_do_and_rounds_up() -> None:
+def test_it_states_what_an_attacker_can_do_and_rounds_up() -> None:
     said = line(statement(), "attacker")
     assert "1.235% at 0.1%, 5% at 1%, 20% at 10% false-positive rate" in said and "advantage at most 31%" in said
 
 
-def test_it_says_what_is_only_assumed() -> None:
+def test_it_lists_the_assumptions() -> None:
     assert "probed on the first batches, not proven" in str(statement())
     assert "not probed" in str(statement(about=replace(ABOUT, probed=False)))
     assert "given seed" not in str(statement()) and "dropout" in str(statement())
@@ -150,14 +150,14 @@ def test_many_parts_are_counted() -> None:
     assert line(statement(about=replace(ABOUT, parts=parts)), "sensitivity").endswith("and 5 more parts")
 
 
-def test_it_says_that_a_record_moves_one_random_part_only() -> None:
+def test_it_states_that_a_record_moves_one_random_part_only() -> None:
     text = str(private_run(clipping=PerExample(1.0, RandomLayer()))[1].statement())
     assert "each record changes only one of these parts, drawn at random" in text
     assert "the draw must stay secret, and no amplification is claimed for it" in text
     assert "only one of these parts" not in str(private_run(clipping=PerExample(1.0, "layer"))[1].statement())
 
 
-def test_it_says_that_the_scaled_sum_has_the_sensitivity() -> None:
+def test_it_states_that_the_scaled_sum_has_the_sensitivity() -> None:
     text = str(private_run(clipping=PerExample(1.0, Multipliers(ReleasedNorms())))[1].statement())
     assert "all: 1; of the scaled sum: gradients are multiplied by public factors" in text
     assert "scaled sum" not in str(private_run(clipping=PerExample(1.0))[1].statement())
@@ -170,7 +170,7 @@ def test_it_names_the_software_of_the_run_and_of_the_reader() -> None:
     assert versions()["numpy"] in line(said, "read with")
 
 
-def test_what_is_not_recorded_is_said_to_be() -> None:
+def test_what_is_not_recorded_is_marked() -> None:
     said = statement(processes=(), dataset_size=None)
     assert "not recorded" in line(said, "sensitivity") and "not recorded" in line(said, "divisor")
     assert "not recorded whether" in str(said) and line(said, "unit") == "one record"
@@ -306,7 +306,7 @@ def test_other_software_does_not_hinder_going_on(tmp_path: Path, monkeypatch: py
         {"sparse": {"every": 100}},
     ],
 )
-def test_bounds_that_change_are_said_to(changes: dict[str, Any]) -> None:
+def test_bounds_that_change_are_marked(changes: dict[str, Any]) -> None:
     changing = replace(ABOUT, strategy={**(ABOUT.strategy or {}), **changes})
     assert "bounds change by a public rule" in line(statement(about=changing), "sensitivity")
     assert "bounds change" not in line(statement(), "sensitivity")

@@ -163,6 +163,7 @@ def test_one_bound_a_view_would_be_k_times_as_far():
     assert distance(apart, {name: torch.zeros_like(v) for name, v in apart.items()}) > 2.9 * C
 
 
+@pytest.mark.slow
 def test_a_private_run_with_views():
     model, views = model_of().float(), augmentation.Views(2, Crop(8, 2), Flip())
     data = TensorDataset(images(40).float(), torch.arange(40) % 10)
@@ -243,6 +244,7 @@ def test_views_are_given_once(wrong):
         run_with(1, **wrong)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_takes_views_too():
     model, private = run_with(2)
     step = private.compiled(lambda x, y: plain_losses(model, x, y))

@@ -62,7 +62,7 @@ def test_tensor_dataset_gives_what_a_data_loader_gives() -> None:
     assert same(Fetcher(dataset)[SOME], expected)
 
 
-def test_tensor_dataset_is_indexed_without_asking_for_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_dataset_is_indexed_without_reading_single_records(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: TensorDataset, index: int) -> Any:
         raise AssertionError("a record was fetched")
 
@@ -218,7 +218,7 @@ UNCLEAR = [
 
 
 @pytest.mark.parametrize("collate", UNCLEAR)
-def test_a_batch_that_does_not_show_its_rows_asks_for_a_collate_of_nothing(collate: Any) -> None:
+def test_a_batch_without_a_dimension_of_rows_needs_a_collate_fn_for_no_records(collate: Any) -> None:
     dataset = Records(lambda i: torch.full((3,), 7.25))
     with pytest.raises(ConfigurationError, match=r"collate_fn .* accepts \[\]") as refusal:
         Fetcher(dataset, collate_fn=lambda records: collate(records) if records else 1 / 0)[NONE]

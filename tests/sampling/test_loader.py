@@ -50,7 +50,8 @@ class Engine:
             yield sha256(b"step %d" % step).digest(), sha256(b"epoch %d" % epoch).digest(), slot
 
     def step(self) -> Piece:
-        piece = self.loader.consume()
+        piece = self.loader.awaited()
+        piece.consumed = True
         self.released += piece.last
         return piece
 
@@ -114,7 +115,7 @@ def test_length_is_the_number_of_steps_and_nothing_secret_is_shown() -> None:
     assert len(engine.loader) == 4
 
 
-def test_pieces_know_where_a_batch_begins_and_ends() -> None:
+def test_pieces_mark_where_a_batch_begins_and_ends() -> None:
     engine = Engine(FixedSize(SIZE, 7), max_physical_batch_size=3)
     seen = []
     for _ in engine.loader.pieces():
@@ -124,7 +125,7 @@ def test_pieces_know_where_a_batch_begins_and_ends() -> None:
     assert seen == [(offset, *rest) for offset in range(6) for rest in step]
 
 
-def test_prepare_sees_every_batch_once() -> None:
+def test_prepare_is_called_once_for_every_batch() -> None:
     engine = Engine(FixedSize(SIZE, 7), prepare=lambda batch, piece: [batch[0] + 1000])
     for (batch,) in engine.loader:
         assert batch.tolist() == [i + 1000 for i in engine.step().indices]
@@ -186,7 +187,7 @@ def test_a_newer_iterator_ends_the_older_ones() -> None:
     next(newest)
 
 
-def test_reset_ends_iterators_and_forgets_the_batch() -> None:
+def test_reset_ends_iterators_and_drops_the_batch() -> None:
     engine = Engine(FixedSize(SIZE, 7))
     iterator = iter(engine.loader)
     next(iterator)
@@ -243,7 +244,7 @@ def test_workers_hand_out_what_collate_fn_returned() -> None:
     loader = PrivateLoader(FixedSize(SIZE, 7), fetcher, lambda: iter([(b"step", b"epoch", 0)]), num_workers=1)
     batch = next(iter(loader))
     assert isinstance(batch, np.ndarray)
-    assert batch.tolist() == loader.consume().indices.tolist()
+    assert batch.tolist() == loader.awaited().indices.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")

@@ -93,8 +93,8 @@ def test_what_a_user_has_is_not_shown() -> None:
     ("ids", "words"),
     [
         ([], "empty"),
-        ("abc", "list or a tensor, not str"),
-        (7, "list or a tensor, not int"),
+        ("abc", "is a str"),
+        (7, "is a int"),
         (torch.zeros(3, 2), "2 dimensions"),
         ([1, None, 2], "missing"),
         ([1.0, float("nan")], "missing"),
@@ -104,7 +104,7 @@ def test_what_a_user_has_is_not_shown() -> None:
     ],
     ids=repr,
 )
-def test_ids_that_say_nothing_are_refused(ids: Any, words: str) -> None:
+def test_ids_that_identify_no_user_are_refused(ids: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match="group.*" + words):
         ByUser(ids)
 
@@ -162,7 +162,8 @@ def test_the_loader_yields_microbatches_one_by_one() -> None:
     loader = PrivateLoader(Full(10), Fetcher(data), secrets, cut=ByIndex(3))
     seen = []
     for (x,) in loader.pieces():
-        piece = loader.consume()
+        piece = loader.awaited()
+        piece.consumed = True
         assert piece.index_in_batch == len(seen) and piece.last == (len(seen) == 2) and piece.size == len(x)
         seen.append(x.tolist())
     assert seen == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
@@ -175,7 +176,7 @@ def test_the_loader_draws_users() -> None:
     loader = PrivateLoader(Full(3), Fetcher(data), secrets, cut=users, num_workers=0)
     seen = []
     for (x,) in loader.pieces():
-        loader.consume()
+        loader.awaited().consumed = True
         seen.append(x.tolist())
     assert seen == [[1, 4], [3], [0, 2, 5]]
     with pytest.raises(ConfigurationError, match="dataset_size"):

@@ -125,7 +125,8 @@ def test_event_carries_what_the_scheme_does(scheme: Scheme) -> None:
 # -- Poisson
 
 
-def test_poisson_is_the_law_of_independent_coins() -> None:
+@pytest.mark.slow
+def test_poisson_is_the_law_of_independent_inclusions() -> None:
     """All 2^N subsets of a small data set, against q^|A| (1-q)^(N-|A|)."""
     size, rate, count = 5, 0.3, 20_000
     seen = Counter(tuple(d.tolist()) for d in draws(Poisson(size, rate), count))
@@ -157,6 +158,7 @@ def test_poisson_sizes_are_binomial() -> None:
     assert chi_square(observed, expected) > ACCEPT
 
 
+@pytest.mark.slow
 def test_poisson_steps_are_independent() -> None:
     """The pair of consecutive draws falls into an 8 x 8 table of subsets without association."""
     drawn = [sum(2**i for i in d.tolist()) for d in draws(Poisson(3, 0.4), 20_000, name="pairs")]
@@ -191,6 +193,7 @@ def test_fixed_size_has_no_repetition_in_a_large_data_set(batch_size: int) -> No
 # -- truncated Poisson
 
 
+@pytest.mark.slow
 def test_truncated_poisson_is_the_law_of_a_cut_poisson_draw() -> None:
     """All subsets up to the limit: q^k (1-q)^(N-k), and at the limit the rest of the mass, shared equally."""
     size, rate, limit, count = 5, 0.4, 3, 20_000

@@ -174,7 +174,7 @@ def second_life(plan: dict[str, Any], files: Files) -> None:
 
 
 def in_a_child(life: Any, plan: dict[str, Any], files: Files) -> int:
-    """Run a life in a child process. Returns its exit status."""
+    """Run a function in a child process. Returns its exit status."""
     child = os.fork()
     if child == 0:
         try:

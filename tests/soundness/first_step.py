@@ -87,7 +87,7 @@ class Setting:
     def largest_piece(self, model: nn.Module) -> Indices:
         """Return the records of the largest microbatch of the first step."""
         private = self.begin(torch.zeros(N, 2 * D), model)
-        return max(private.loader._cut(private._context.scheme.draw(*next(private._context.secrets_ahead()))), key=len)
+        return max(private.loader._cut(private._context.scheme.draw(*next(private.loader._secrets()))), key=len)
 
     def unit_of(self, record: int) -> Indices:
         """Return all records of a record's unit."""

@@ -93,7 +93,7 @@ def test_nothing_is_kept_from_norms_to_sums(case: Case, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("time", [4, 8])
-def test_a_bad_example_hides_no_layout(time: int, method: str) -> None:
+def test_a_non_finite_example_hides_no_layout(time: int, method: str) -> None:
     """[T, B, d] with T a multiple of B: one NaN example is in every row of the wrong axis."""
     torch.manual_seed(0)
     model, x = nn.LayerNorm(3), torch.randn(4, time, 3)

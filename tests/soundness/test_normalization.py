@@ -76,7 +76,7 @@ def test_one_example_moves_the_sum_by_at_most_the_sensitivity(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["public", "public-exact", "self+public"])
-def test_public_rows_do_not_see_the_private_ones(kind: str) -> None:
+def test_public_statistics_do_not_depend_on_private_rows(kind: str) -> None:
     """The public branch has public statistics only: buffers do not depend on the batch."""
     (model, statistics), (other, _) = sound(kind), sound(kind)
     model(1e6 * images(7))

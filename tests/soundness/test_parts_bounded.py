@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, noised_parts
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.random_layer import Alone
+from clipwise.clipping.contrib.policies import Alone
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import Constants
 from clipwise.errors import UnsupportedModelError
@@ -197,7 +197,7 @@ def test_noise_of_the_step_before_is_caught() -> None:
     assert worst(stale, one, other) > 1.5
 
 
-def test_a_clip_that_forgets_the_scales_is_caught() -> None:
+def test_a_clip_without_the_scales_is_detected() -> None:
     case = _named("linear")
     model, (mine, removed, _) = case.build(), adversary(case)
     strategy = strategy_of("paper", case, torch.float64)

@@ -27,7 +27,7 @@ from tests.soundness.test_bounded import FEW, SIZE, adversaries, neighbours, ord
 from tests.soundness.test_parts_bounded import DEEP, SLACK, SOME, Z, adversary, worst
 
 PARTS = ("all", "layer", "tensor", "enhanced", "optimal", "random layer")
-BY_PARTS = pytest.mark.parametrize("parts", PARTS)
+ALL_PARTS = pytest.mark.parametrize("parts", PARTS)
 
 
 def parts_of(name: str, case: Case, dtype: torch.dtype) -> Any:
@@ -86,7 +86,7 @@ def test_one_example_moves_active_entries_by_at_most_the_sensitivity(case: Case)
     run()
 
 
-@BY_PARTS
+@ALL_PARTS
 @pytest.mark.parametrize("method", ["auto", "instantiate", "vmap", "loop"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_a_planted_adversary_reaches_the_bound(share: float, method: str, parts: str) -> None:

@@ -35,7 +35,7 @@ def test_fifty_loops_end_in_a_true_statement_or_an_error(tmp_path: Path) -> None
     assert sum(outcome.releases for outcome in found) > 50
 
 
-def test_weights_that_nobody_verifies_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_verified_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelState, "changed", lambda self, *_, **__: [])
     assert any("hold private data" in problem for problem in broken(outcomes(tmp_path, range(30))))
 

@@ -53,7 +53,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change: str) -> None:
+def test_a_change_is_detected(change: str) -> None:
     m = model()
     inventory = Inventory(m)
     inventory.up_to_date()

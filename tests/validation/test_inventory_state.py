@@ -421,7 +421,7 @@ def test_changes_before_an_update_are_not_lost(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(state._moved, Far)
     state._moved = state._moved.moved
     state.take()
-    assert state.changed(may_wait=False) == []  # as at a draw, which does not synchronise
+    assert state.changed(at_draw=True) == []  # as at a draw, which does not synchronise
     assert state.changed() == ["0.bias"] and state.changed(looks_inside=True) == ["0.bias"]
     state.accept()
     assert state.changed(looks_inside=True) == []

@@ -11,7 +11,6 @@ from torch import nn
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.step_guard import BufferGuard, StepGuard
-from clipwise.validation.verified_weights import ReleasedGradients
 
 B, D = 7, 5
 
@@ -76,7 +75,7 @@ def test_a_model_changed_within_a_step_is_refused(
 ) -> None:
     model = nn.Sequential(nn.Linear(D, 2), nn.BatchNorm1d(2).eval())
     parameters = dict(model.named_parameters())
-    guard = StepGuard(Inventory(model), parameters, ReleasedGradients(parameters))
+    guard = StepGuard(Inventory(model), parameters)
     guard.before_draw()
     guard.remember(torch.zeros(B, D))
     guard.before_step()

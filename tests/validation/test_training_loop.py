@@ -119,7 +119,7 @@ def test_gradients_that_are_no_multiple_of_the_release_need_a_declaration(change
     train(model, private, 1)
 
 
-def test_steps_by_hand_are_silent_and_verified() -> None:
+def test_steps_by_hand_do_not_warn_and_are_verified() -> None:
     model, private = private_run(sampling="fixed-size")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -233,7 +233,7 @@ def test_a_hook_on_a_parameter_is_refused() -> None:
         train(model, private, 1)
 
 
-def test_momentum_and_weight_decay_see_released_gradients_only() -> None:
+def test_momentum_and_weight_decay_use_released_gradients_only() -> None:
     model, private = private_run(
         model := network(), sgd(model, lr=0.5, momentum=0.9, weight_decay=0.1), sampling="fixed-size"
     )

@@ -128,6 +128,7 @@ def test_a_second_run_keeps_it_working() -> None:
     assert same(before, parameters(model))
 
 
+@pytest.mark.slow
 def test_a_loss_with_a_compiled_function_runs_in_a_compiled_step() -> None:
     model = network()
     own = torch.compile(model, backend=BACKEND)

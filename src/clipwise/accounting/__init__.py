@@ -34,7 +34,7 @@ from clipwise.validation.arguments import number, one_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from clipwise.accounting.from_arguments import Run, Steps
+    from clipwise.accounting.from_arguments import RunArguments, StepArguments
 
 __all__ = [
     "CentralLimit",
@@ -103,12 +103,12 @@ def epsilon(
     return epsilon_of(run, delta, accountant)
 
 
-def delta(*, epsilon: float, accountant: str = "pld", **run: Unpack[Run]) -> float:
+def delta(*, epsilon: float, accountant: str = "pld", **run: Unpack[RunArguments]) -> float:
     """Delta of `steps` private steps at `epsilon`; the other arguments are those of `epsilon`."""
     return delta_of(from_arguments.history(**run), epsilon, accountant)
 
 
-def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack[Steps]) -> float:
+def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack[StepArguments]) -> float:
     """The smallest noise multiplier for which `steps` steps cost at most `epsilon` at `delta`.
 
     It is rounded up by less than 0.1 percent. The other arguments are those of `epsilon`.
@@ -116,7 +116,7 @@ def noise_multiplier(*, epsilon: float, delta: float, steps: int, **kind: Unpack
     return smallest_noise(from_arguments.event(**kind), steps, from_arguments.budget(epsilon), delta)
 
 
-def steps(*, epsilon: float, delta: float, noise_multiplier: float, **kind: Unpack[Steps]) -> int:
+def steps(*, epsilon: float, delta: float, noise_multiplier: float, **kind: Unpack[StepArguments]) -> int:
     """The largest number of steps that cost at most `epsilon` at `delta`; raises if even one step costs more.
 
     Large numbers are rounded down slightly. The other arguments are those of `epsilon`.
@@ -152,18 +152,23 @@ def sample_rate(
     return calibrate.largest_rate(event, epsilon, delta, steps=steps, epochs=epochs)
 
 
-def tradeoff(**run: Unpack[Run]) -> Tradeoff:
+def tradeoff(**run: Unpack[RunArguments]) -> Tradeoff:
     """A lower bound on the trade-off function (f-DP) of `steps` private steps; the arguments are those of `epsilon`."""
     return tradeoff_of(from_arguments.history(**run))
 
 
-def central_limit(**run: Unpack[Run]) -> CentralLimit:
+def central_limit(**run: Unpack[RunArguments]) -> CentralLimit:
     """The Gaussian approximation of `steps` private steps: no guarantee. The arguments are those of `epsilon`."""
     return central_limit_of(from_arguments.history(**run))
 
 
 def search(
-    history: Sequence[Entry] | None = None, *, mean: float, shape: float = 1.0, delta: float, **run: Unpack[Run]
+    history: Sequence[Entry] | None = None,
+    *,
+    mean: float,
+    shape: float = 1.0,
+    delta: float,
+    **run: Unpack[RunArguments],
 ) -> float:
     """Epsilon at `delta` of a search: a random number of runs, of which only the best is released.
 

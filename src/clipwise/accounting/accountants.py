@@ -16,8 +16,6 @@ from clipwise.privacy import Entry
 from clipwise.validation.arguments import number, one_of
 
 ACCOUNTANTS: dict[str, Any] = {"pld": pld, "rdp": rdp, "zcdp": zcdp, "gdp": gdp, "dp-accounting": dp_accounting}
-# A known name that is refused: its result is no bound.
-NO_GUARANTEE = "clt"
 
 
 def epsilon_of(history: Sequence[Entry], delta: float, accountant: str = "pld") -> float:
@@ -43,7 +41,7 @@ def composed_delta(total: Composition, epsilon: float, accountant: str = "pld") 
 
 
 def _named(accountant: str) -> Any:
-    if isinstance(accountant, str) and accountant == NO_GUARANTEE:
+    if accountant == "clt":
         raise UnsupportedEventError(
             "accountant='clt' is not possible: the central limit theorem approximates epsilon and may fall below "
             "the true value, so it is no guarantee. Use 'pld' for a bound; accounting.central_limit(...) gives "

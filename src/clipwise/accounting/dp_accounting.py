@@ -5,7 +5,6 @@ It computes the same figure as pld.py with independent code, is slower, and does
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Iterator
@@ -18,16 +17,6 @@ from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
 
 INTERVAL = 1e-4  # of the grid of privacy losses; the default of dp-accounting
-
-
-def load(module: str) -> Any:
-    """Import a module of dp-accounting, or raise an error that names the package to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            "This accountant needs the package dp-accounting, which is not installed: run `pip install dp-accounting`."
-        ) from error
 
 
 @contextmanager
@@ -75,7 +64,8 @@ def _distribution(total: Composition) -> Any:
 @lru_cache(maxsize=32)
 def _of_step(rate: float, z: float) -> Any:
     """One release. Under add/remove the library and clipwise define the noise multiplier in the same way."""
-    distributions = load("dp_accounting.pld.privacy_loss_distribution")
-    return distributions.from_gaussian_mechanism(
+    from dp_accounting.pld import privacy_loss_distribution
+
+    return privacy_loss_distribution.from_gaussian_mechanism(
         standard_deviation=z, sampling_prob=rate, value_discretization_interval=INTERVAL
     )

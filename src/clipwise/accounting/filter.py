@@ -16,6 +16,7 @@ import numpy as np
 from clipwise.accounting import rdp, truncation
 from clipwise.accounting.composition import compose, require_one_guarantee
 from clipwise.accounting.from_arguments import count as checked_count
+from clipwise.accounting.gaussian import Array
 from clipwise.errors import BudgetExhausted, ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.validation.arguments import number
@@ -109,7 +110,7 @@ class Filter:
         divergences = rdp.divergences(compose(plan))
         if not 0 < divergences.min() < math.inf:
             raise ConfigurationError("plan must hold at least one step, and every step needs noise.")
-        return int(np.argmax((self.epsilon - self._conversion) / divergences))
+        return _best_place(divergences, self._conversion, self.epsilon)
 
     def _after(self, event: Event, count: int) -> list[Entry]:
         further = Entry(event, checked_count("count", count, least=1))
@@ -156,13 +157,19 @@ def best_order(plan: Entry, delta: float, epsilon: float | None = None) -> float
     """The order to fix for a planned run: at which most such steps fit into epsilon or, without a budget, at which
     these steps cost least. Without noise any order is valid."""
     divergences = rdp.divergences(compose([plan]))
-    usable = np.isfinite(divergences)
-    if not usable.any():
+    if not np.isfinite(divergences).any():
         return float(rdp.ORDERS[len(rdp.ORDERS) // 2])
-    conversion = rdp.conversion(delta * (1 - FOR_CUTS))
+    return float(rdp.ORDERS[_best_place(divergences, rdp.conversion(delta * (1 - FOR_CUTS)), epsilon)])
+
+
+def _best_place(divergences: Array, conversion: Array, epsilon: float | None) -> int:
+    """The index of the order at which most such steps fit into epsilon or, without a budget, at which they cost least.
+
+    An infinite divergence is never the best.
+    """
     with np.errstate(invalid="ignore"):
         badness = divergences + conversion if epsilon is None else -(epsilon - conversion) / divergences
-    return float(rdp.ORDERS[int(np.argmin(np.where(usable, badness, np.inf)))])
+    return int(np.argmin(np.where(np.isfinite(divergences), badness, np.inf)))
 
 
 def order_for_budget(epsilon: float, delta: float) -> float:

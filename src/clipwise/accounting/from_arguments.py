@@ -23,7 +23,7 @@ LARGEST_BUDGET = 1e6
 MOST_STEPS = 10**18
 
 
-class Steps(TypedDict, total=False):
+class StepArguments(TypedDict, total=False):
     """How the batches of a step are drawn; see `accounting.epsilon`."""
 
     sample_rate: float | None
@@ -35,7 +35,7 @@ class Steps(TypedDict, total=False):
     max_batch_size: int | None
 
 
-class Run(Steps, total=False):
+class RunArguments(StepArguments, total=False):
     """A whole run, for functions that do not search for its noise or its length."""
 
     noise_multiplier: float | Sequence[float]

@@ -21,6 +21,7 @@ releases that every unit takes part in add to mu^2.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 import numpy as np
 from scipy import special
@@ -63,12 +64,7 @@ def profile(total: Composition, epsilons: Array) -> Array:
 
 def most(steps: int, rate: float, missed: float) -> int:
     """The smallest K with P(Binomial(steps, rate) > K) <= missed, or slightly more: the tail is doubled."""
-    low, high = -1, steps  # P(N > high) is small enough, P(N > low) is not
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_enough = 2 * float(special.betainc(middle + 1, steps - middle, rate)) <= missed
-        low, high = (low, middle) if is_enough else (middle, high)
-    return high
+    return bisect_left(range(steps), True, key=lambda k: 2 * float(special.betainc(k + 1, steps - k, rate)) <= missed)
 
 
 def _mu(total: Composition, missed: float) -> float:

@@ -10,7 +10,6 @@ which is the only one if the noise is below `composition.SMALLEST_NOISE`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ def epsilon(total: Composition, delta: float) -> float:
         found = _directions(total, spacing.interval, _depth(delta))
         best = min(best, max(losses.epsilon(delta) for losses in found))
     if not spacing.fine:
-        best = min(best, _if_installed(rdp.epsilon, total, delta, otherwise=math.inf))
+        best = min(best, rdp.epsilon(total, delta))
     return best
 
 
@@ -70,7 +69,7 @@ def delta(total: Composition, epsilon: float) -> float:
     by_losses, fine = _focused_delta(total, epsilon)
     best = min(best, by_losses)
     if not fine:
-        best = min(best, _if_installed(rdp.delta, total, epsilon, otherwise=1.0))
+        best = min(best, rdp.delta(total, epsilon))
     return best
 
 
@@ -90,16 +89,8 @@ def profile(total: Composition, epsilons: Array) -> Array:
             best = np.minimum(best, np.max(for_both, axis=0))
     if not fine:
         best = np.minimum(best, participations.profile(total, epsilons))
-        best = np.minimum(best, [_if_installed(rdp.delta, total, float(e), otherwise=1.0) for e in epsilons])
+        best = np.minimum(best, [rdp.delta(total, float(e)) for e in epsilons])
     return best
-
-
-def _if_installed(ask: Callable[[Composition, float], float], total: Composition, at: float, otherwise: float) -> float:
-    """The result of another accountant, or `otherwise` if the library that it needs is missing."""
-    try:
-        return float(ask(total, at))
-    except ImportError:
-        return otherwise
 
 
 def _depth(delta: float) -> int:

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from clipwise.accounting import dp_accounting
 from clipwise.accounting.composition import Composition, Step, with_few_kinds
+from clipwise.accounting.dp_accounting import without_warnings
 from clipwise.accounting.gaussian import Array
 from clipwise.errors import UnsupportedEventError
 from clipwise.privacy import Amplification
@@ -36,10 +36,16 @@ def epsilon(total: Composition, delta: float) -> float:
 
 
 def delta(total: Composition, epsilon: float) -> float:
-    """An upper bound on the smallest delta of a composition."""
+    """An upper bound on the smallest delta of a composition: the conversion of `epsilon_from`, solved for delta."""
     if total.is_empty:
         return 0.0
-    return delta_from(divergences(total), epsilon)
+    found = divergences(total)
+    gains = (ORDERS - 1) * (found - epsilon)
+    terms = gains + (ORDERS - 1) * np.log(ORDERS - 1) - ORDERS * np.log(ORDERS)
+    sizes = (ORDERS - 1) * (found + epsilon + np.log(ORDERS)) + 1
+    exponent = float(np.where(np.isinf(found), np.inf, terms + SLACK * sizes).min())
+    total_variation = math.sqrt(-math.expm1(-float(found.min()))) * (1 + SLACK)
+    return min(1.0, total_variation, math.exp(min(exponent, 0.0)))
 
 
 def epsilon_from(divergences: Array, delta: float) -> float:
@@ -63,16 +69,6 @@ def conversion(delta: float) -> Array:
     return rounded_up
 
 
-def delta_from(divergences: Array, epsilon: float) -> float:
-    """Delta of a mechanism from its divergence at every order: `epsilon_from`, solved for delta."""
-    gains = (ORDERS - 1) * (divergences - epsilon)
-    terms = gains + (ORDERS - 1) * np.log(ORDERS - 1) - ORDERS * np.log(ORDERS)
-    sizes = (ORDERS - 1) * (divergences + epsilon + np.log(ORDERS)) + 1
-    exponent = float(np.where(np.isinf(divergences), np.inf, terms + SLACK * sizes).min())
-    total_variation = math.sqrt(-math.expm1(-float(divergences.min()))) * (1 + SLACK)
-    return min(1.0, total_variation, math.exp(min(exponent, 0.0)))
-
-
 def divergences(total: Composition) -> Array:
     """Upper bounds on the Renyi divergence of a composition at each of ORDERS."""
     found: Array = ORDERS * (0.5 * total.mu * total.mu)
@@ -89,8 +85,9 @@ def of_step(step: Step) -> Array:
     dp-accounting's RDP defines a noise multiplier as noise over the actual sensitivity under *either* relation, as
     `Step` does. Its PLDs would double the sensitivity under REPLACE_ONE, and are never built that way here.
     """
-    dp = dp_accounting.load("dp_accounting")
-    dp_accounting.load("dp_accounting.rdp")
+    import dp_accounting as dp
+    from dp_accounting import rdp
+
     gaussian = dp.GaussianDpEvent(step.z)
     if step.amplification is Amplification.POISSON:
         relation = dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -101,8 +98,8 @@ def of_step(step: Step) -> Array:
         event = dp.SampledWithoutReplacementDpEvent(population, drawn, gaussian)
     else:
         raise UnsupportedEventError(f"The RDP accountant has no bound for {step.amplification}.")
-    accountant = dp.rdp.RdpAccountant(ORDERS, relation)
-    with dp_accounting.without_warnings():  # an order for which the series does not converge gets inf, which is a bound
+    accountant = rdp.RdpAccountant(ORDERS, relation)
+    with without_warnings():  # an order for which the series does not converge gets inf, which is a bound
         accountant.compose(event)
     rounded_up: Array = np.maximum(accountant.rdp, 0.0) + ROUNDING
     rounded_up.setflags(write=False)  # because it is cached

@@ -31,6 +31,7 @@ So failures cost F / (1 - F). Unlike truncation, which changes both data sets, t
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 from scipy import special
@@ -60,12 +61,11 @@ def default_limit(dataset_size: int, sample_rate: float) -> int:
     It is about 9.5 standard deviations above the mean. 6 would be exceeded once in 10^8 steps: too often at delta =
     1e-5.
     """
-    low, high = math.floor(dataset_size * sample_rate), dataset_size  # exceeded too often; never exceeded
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_enough = _log_chernoff(dataset_size, sample_rate, middle) <= math.log(NEGLIGIBLE)
-        low, high = (low, middle) if is_enough else (middle, high)
-    return high
+
+    def is_enough(limit: int) -> bool:
+        return _log_chernoff(dataset_size, sample_rate, limit) <= math.log(NEGLIGIBLE)
+
+    return bisect_left(range(dataset_size), True, lo=math.floor(dataset_size * sample_rate), key=is_enough)
 
 
 def _log_chernoff(dataset_size: int, sample_rate: float, limit: int) -> float:

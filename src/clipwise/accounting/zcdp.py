@@ -39,13 +39,6 @@ def delta(total: Composition, epsilon: float) -> float:
     return tight_delta(rho(total), epsilon)
 
 
-def paper_epsilon(rho: float, delta: float) -> float:
-    """The conversion of the paper that introduced zCDP (Bun and Steinke, 2016): rho + 2 sqrt(rho log(1/delta))."""
-    if rho == 0 or math.isinf(rho):
-        return rho
-    return (rho + 2 * math.sqrt(-rho * math.log(delta))) * (1 + ROUNDING)
-
-
 def tight_epsilon(rho: float, delta: float) -> float:
     """The best known conversion (Canonne, Kamath and Steinke, 2020), at the best order.
 
@@ -64,7 +57,7 @@ def tight_epsilon(rho: float, delta: float) -> float:
 
     # Without the two small terms, which change little, the best alpha - 1 is sqrt(log(1/delta) / rho).
     centre = 0.5 * (math.log(-math.log(delta)) - math.log(rho))
-    return max(0.0, min(_least(bound, centre), paper_epsilon(rho, delta)))
+    return max(0.0, _least(bound, centre))
 
 
 def tight_delta(rho: float, epsilon: float) -> float:
@@ -80,8 +73,9 @@ def tight_delta(rho: float, epsilon: float) -> float:
         gained = [excess * rho, excess * excess * rho, -excess * epsilon]
         return _rounded_up([*gained, excess * log_excess, -(1 + excess) * math.log1p(excess)])
 
-    # The best alpha - 1 is about (epsilon - rho) / (2 rho), or small if that is not positive.
-    centre = math.log(max(epsilon / rho - 1, 0.1)) - math.log(2)
+    # Without terms that change little, the best alpha - 1 is the root x of 2 rho x^2 + (rho - epsilon) x = 1.
+    root = math.hypot(epsilon - rho, math.sqrt(8 * rho))
+    centre = math.log((epsilon - rho + root) / (4 * rho) if epsilon > rho else 2 / (rho - epsilon + root))
     return min(1.0, math.exp(min(0.0, _least(bound, centre))))
 
 

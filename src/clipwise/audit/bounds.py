@@ -83,14 +83,7 @@ def epsilon_in_one_run(guesses: int, right: int, canaries: int, delta: float, fa
 
 def mu_in_one_run(guesses: int, right: int, canaries: int, failure: float) -> float:
     """The largest mu that this many right guesses rule out, by all (epsilon, delta) of a Gaussian mechanism."""
-
-    def is_ruled_out(mu: float) -> bool:
-        return any(
-            p_value_in_one_run(guesses, right, canaries, e, gaussian.delta(e, mu)) <= failure
-            for e in _EPSILONS.tolist()
-        )
-
-    return _largest(is_ruled_out)
+    return _largest(lambda mu: p_value_of_curve(guesses, right, canaries, lambda e: gaussian.delta(e, mu)) <= failure)
 
 
 def log_ratio(x: Array, shift: float, rate: float) -> Array:

@@ -174,8 +174,8 @@ class _Worlds:
         first = self._histories[0]
         if any(other != first for other in self._histories):
             raise AuditError(
-                "make_run charges different events from one call to the next: an audit compares runs that promise the "
-                "same."
+                "make_run charges different events from one call to the next: an audit compares runs with the same "
+                "events."
             )
         return tuple(first)
 

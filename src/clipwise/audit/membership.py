@@ -65,20 +65,18 @@ def loss_threshold(member_losses: Array, other_losses: Array) -> Membership:
     return curve("loss threshold", -np.asarray(member_losses), -np.asarray(other_losses))
 
 
-def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> Membership:
-    """Attack that classifies a record as a member if its loss is likelier under models trained on it than under others.
+def likelihood_ratio(losses_MN: Array, is_member_MN: Bools) -> Membership:
+    """Attack on the first model: a record is a member if its loss is likelier under models trained on it than others.
 
     The losses of a record under the other models, with it and without it, are modelled as two normal distributions
     with a spread shared by all records, because there are few models per record. The score is the log-likelihood
-    ratio of the target model's loss.
+    ratio of the loss under the first model.
 
     Args:
         losses_MN: losses of N records under M models.
         is_member_MN: which records each model was trained on.
-        target: the model that is attacked.
     """
-    rest = np.arange(len(losses_MN)) != target
-    losses, member = losses_MN[rest], is_member_MN[rest]
+    losses, member = losses_MN[1:], is_member_MN[1:]
     usable_N = (member.sum(0) >= 2) & ((~member).sum(0) >= 2)
     if not usable_N.any():
         raise ConfigurationError("models: too few to estimate the loss of a record with it and without it; give more.")
@@ -88,9 +86,9 @@ def likelihood_ratio(losses_MN: Array, is_member_MN: Bools, target: int = 0) -> 
         residual = np.where(side, losses - mean_N, 0.0)[:, usable_N]
         freedom = side[:, usable_N].sum() - usable_N.sum()
         spread = max(float(np.sqrt((residual**2).sum() / max(freedom, 1))), 1e-12)
-        log_densities.append(-0.5 * ((losses_MN[target] - mean_N) / spread) ** 2 - math.log(spread))
+        log_densities.append(-0.5 * ((losses_MN[0] - mean_N) / spread) ** 2 - math.log(spread))
     score_N = log_densities[0] - log_densities[1]
-    is_member_N = is_member_MN[target]
+    is_member_N = is_member_MN[0]
     return curve("likelihood ratio", score_N[usable_N & is_member_N], score_N[usable_N & ~is_member_N])
 
 

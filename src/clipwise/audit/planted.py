@@ -49,7 +49,7 @@ class RunWatch(Observer):
     run: StepContext | None = None
 
     def follow(self, run: StepContext) -> None:
-        """For `begins`: remember the run, and refuse a second one."""
+        """For `begins`: record the run, and refuse a second one."""
         if self.run is not None:
             raise AuditError("make_run made several private runs: audit one at a time.")
         self.run = run

@@ -19,10 +19,11 @@ from clipwise.cli.output import draw, remark, require_picture, rounded_up, say, 
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import ledger
 from clipwise.privacy import Entry
-from clipwise.recipes.target import load, running
+from clipwise.recipes.target import call, running
+from clipwise.report.record import LEDGER
 from clipwise.validation.arguments import number, whole
 
-LEDGER, SUBJECT = "ledger", "subject.py"
+SUBJECT = "subject.py"
 KINDS = ("dirac", "mislabelled")
 
 
@@ -133,9 +134,7 @@ def audit(
 
 
 def _subject(target: str) -> tuple[Any, Any, Any]:
-    function = load(target, "--subject")
-    with running(target):
-        made = function()
+    made = call(target, "--subject")
     if isinstance(made, tuple) and len(made) in (2, 3) and hasattr(made[1], "__len__"):
         make_run, dataset, loss = (*made, None)[:3]
         if callable(make_run) and (loss is None or callable(loss)):

@@ -12,7 +12,7 @@ from clipwise import audit
 from clipwise.audit.trial import run_of
 from clipwise.cli.output import say
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.target import load, running
+from clipwise.recipes.target import call, running
 from clipwise.validation.check import check as examine
 
 
@@ -45,9 +45,8 @@ def check(
 
     Exit code 0: accepted. 1: refused. 2: the check could not run.
     """
-    function = load(target)
+    model, loss, batch = _parts(call(target), target)
     with running(target):
-        model, loss, batch = _parts(function(), target)
         report = examine(model, loss, batch)
     say(str(report), style="" if report.ok else "red")
     if neighbours and report.ok:

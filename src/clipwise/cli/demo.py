@@ -24,7 +24,7 @@ def demo(
     ),
     seed: Annotated[int | None, typer.Option(help="Reproducible noise and batches: no guarantee is claimed.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of all three runs.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One epoch each: shows that it works, not how well.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One epoch each, to check the installation.")] = False,
 ) -> None:
     """Train on real digits without privacy, at epsilon 8 and at epsilon 3, and compare.
 

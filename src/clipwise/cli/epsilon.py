@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +9,12 @@ from typing import Annotated
 import typer
 
 from clipwise import accounting
-from clipwise.accounting import Repetitions
+from clipwise.accounting.repeat import LARGEST_MEAN
 from clipwise.cli.options import takes_options
 from clipwise.cli.output import draw, in_words, require_picture, rounded_up, say, stdout
 from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import multi_run
-from clipwise.privacy import Entry
 from clipwise.report import plots
 from clipwise.validation.arguments import number
 
@@ -34,11 +32,8 @@ def epsilon(
     ledger: Ledgers = None,
     at_epsilon: Annotated[float | None, typer.Option(help="Also print the delta at this epsilon.")] = None,
     repetitions: Annotated[
-        float | None, typer.Option(help="The mean of a random number of runs, of which only the best is released.")
-    ] = None,
-    repetitions_shape: Annotated[
         float | None,
-        typer.Option(help="The distribution of that number: 1 geometric (default), 0 logarithmic, inf Poisson."),
+        typer.Option(help="The mean of a random (geometric) number of runs, of which only the best is released."),
     ] = None,
     second_opinion: SecondOpinion = False,
     plot: Annotated[Path | None, typer.Option(help="Plot to this file, which ends in .png or .svg.")] = None,
@@ -65,7 +60,8 @@ def epsilon(
     require_picture(plot)
     if plot is None and plot_kind is not None:
         raise ConfigurationError("--plot-kind needs --plot, the file to write.")
-    search = _search(repetitions, repetitions_shape)
+    if repetitions is not None:
+        number("--repetitions", repetitions, above=1, below=LARGEST_MEAN)
     if at_epsilon is not None:
         number("--at-epsilon", at_epsilon, least=0)
     delta = options.delta
@@ -88,31 +84,10 @@ def epsilon(
     curve = None if about.is_shared else accounting.tradeoff_of(about.history)
     if not about.is_seeded:
         say(in_words(cost, delta, about.event.adjacency, about.event.unit, curve))
-    if search is not None:
-        _print_search(about.history, delta, search)
-
-
-def _search(mean: float | None, shape: float | None) -> Repetitions | None:
-    """The distribution of --repetitions and --repetitions-shape."""
-    if mean is None:
-        if shape is not None:
-            raise ConfigurationError("--repetitions-shape needs --repetitions: the mean number of them.")
-        return None
-    try:
-        return Repetitions(mean, 1.0 if shape is None else shape)
-    except ConfigurationError as error:
-        named = {"mean": "--repetitions", "shape": "--repetitions-shape"}
-        raise ConfigurationError(re.sub("^(mean|shape)", lambda found: named[found[0]], str(error))) from error
-
-
-def _print_search(history: list[Entry], delta: float, search: Repetitions) -> None:
-    mean, shape = search.mean, search.shape
-    try:
-        whole = accounting.search(history, mean=mean, shape=shape, delta=delta)
-    except ImportError as error:
-        raise ConfigurationError(f"--repetitions: {error}") from error
-    say(
-        f"The whole search, {mean:g} such runs on average of which only the best is released: epsilon "
-        f"{rounded_up(whole)} (RDP). It holds if the number of runs is drawn by "
-        f"accounting.Repetitions({mean:g}, {shape:g}).draw() and each run draws its hyper-parameters at random."
-    )
+    if repetitions is not None:
+        whole = accounting.search(about.history, mean=repetitions, delta=delta)
+        say(
+            f"The whole search, {repetitions:g} such runs on average of which only the best is released: epsilon "
+            f"{rounded_up(whole)} (RDP). It holds if the number of runs is drawn by "
+            f"accounting.Repetitions({repetitions:g}).draw() and each run draws its hyper-parameters at random."
+        )

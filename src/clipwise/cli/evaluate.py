@@ -52,7 +52,7 @@ def evaluate(
     source = open_further(encoder, data, encoding)
     model = trained_model(encoder, name, folder)
     score_N = scores(model, encoder, source)
-    of_rows = None if groups is None else groups_of(source, encoder, groups, None)
+    of_rows = groups_of(source, encoder, groups, None)
     budget = epsilon_of(epsilon)
     if budget is None or ledger is None:
         figures = exact_figures(encoder, score_N, of_rows)
@@ -68,3 +68,5 @@ def evaluate(
         )
     for figure in figures:
         say(json.dumps(figure.to_dict()) if as_json else rounded(figure.to_dict()))
+    if ledger is not None and not as_json:
+        say(f"It cost epsilon {budget:g} at delta {chosen:g} (zero-out of one record), charged to {ledger}.")

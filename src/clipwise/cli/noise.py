@@ -14,7 +14,7 @@ from clipwise.accounting.calibrate import most_steps
 from clipwise.accounting.from_arguments import budget
 from clipwise.cli.options import takes_options
 from clipwise.cli.output import draw, in_words, require_picture, rounded_up, say, stdout
-from clipwise.cli.run_options import Plan, RunOptions, SecondOpinion, naming_options, plan_of, table_of
+from clipwise.cli.run_options import ResolvedRun, RunOptions, SecondOpinion, naming_options, plan_of, table_of
 from clipwise.engine.plan import adjacency_of
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Sampling
@@ -58,7 +58,7 @@ def noise(
     say(in_words(reached, options.delta, run.adjacency, run.unit, accounting.tradeoff_of(history)))
 
 
-Solved = tuple[str, Plan, float]  # the answer in words, the resulting run, and its noise multiplier
+Solved = tuple[str, ResolvedRun, float]  # the answer in words, the resulting run, and its noise multiplier
 
 
 def _solve(options: RunOptions, epsilon: float) -> Solved:
@@ -131,11 +131,11 @@ def _largest_batches(options: RunOptions, epsilon: float, z: float) -> Solved:
     return f"Largest batches: {size:g} records, a rate of {rate:.6g}", run, z
 
 
-def _of_whole_size(options: RunOptions, epsilon: float, z: float, rate: float) -> Plan:
+def _of_whole_size(options: RunOptions, epsilon: float, z: float, rate: float) -> ResolvedRun:
     """The run with the largest whole batch size near `rate` that fits the budget."""
     assert options.dataset_size is not None
 
-    def of_size(size: int) -> Plan:
+    def of_size(size: int) -> ResolvedRun:
         return plan_of(replace(options, batch_size=size))
 
     def fits(size: int) -> bool:

@@ -14,15 +14,11 @@ from rich.text import Text
 from clipwise import privacy
 from clipwise.accounting.tradeoff import Tradeoff
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.run_description import plain
 from clipwise.privacy import Adjacency, Unit
 from clipwise.report.plots import METADATA
-
-_CHANGES = {
-    Adjacency.ZERO_OUT: "replaced by an empty one",
-    Adjacency.ADD_REMOVE: "added or removed",
-    Adjacency.REPLACE_ONE: "replaced by any other",
-}
+from clipwise.report.wording import CHANGED
 
 
 def stdout() -> Console:
@@ -78,7 +74,7 @@ def in_words(
     if curve is not None:
         power = min(power, curve.power(alarms))
     return (
-        f"In words: if one {unit} is {_CHANGES[adjacency]}, the chance of any outcome grows by a factor of at "
+        f"In words: if one {unit} is {CHANGED[adjacency]}, the chance of any outcome grows by a factor of at "
         f"most e^epsilon{factor}, plus {delta:g}. An attacker who knows "
         f"all other {unit}s and raises a false alarm in 1 of 100 cases detects the change in at most "
         f"{rounded_up(100 * power, 3)} of 100."
@@ -91,15 +87,7 @@ def require_picture(file: Path | None) -> None:
         return
     if file.suffix.lower() not in METADATA:
         raise ConfigurationError(f"--plot {file} is not possible: plot files end in {' or '.join(METADATA)}.")
-    require_file("--plot", file)
-
-
-def require_file(option: str, file: Path) -> None:
-    """Refuse a file that is a folder, or in no folder."""
-    if file.is_dir():
-        raise ConfigurationError(f"{option} {file} is a folder: name a file.")
-    if not file.parent.is_dir():
-        raise ConfigurationError(f"{option} {file} cannot be written: there is no folder {file.parent}.")
+    require_writable("--plot", file)
 
 
 def draw(plot: Path | None, draw_to: Callable[[Path], object]) -> None:

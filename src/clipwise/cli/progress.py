@@ -1,4 +1,4 @@
-"""The output of a training: a live display on a terminal, plain lines otherwise, or JSON lines for programs.
+"""The output of a training run: a live display on a terminal, plain lines otherwise, or JSON lines for programs.
 
 Everything that it shows is public or released.
 """

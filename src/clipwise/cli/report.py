@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from clipwise.cli.output import require_file, say
+from clipwise.cli.output import say
 from clipwise.errors import ConfigurationError
+from clipwise.ledger.durable_files import require_writable
 from clipwise.report.page import write_comparison, write_page
 
 
@@ -30,7 +31,7 @@ def report(
     docs/guides/report.md explains every part of it.
     """
     if out is not None:
-        require_file("--out", out)
+        require_writable("--out", out)
     if len({run.resolve() for run in runs}) < len(runs):
         raise ConfigurationError("A run is given twice: name each run once.")
     file = write_page(runs[0], out) if len(runs) == 1 else write_comparison(runs, out or Path("comparison.html"))

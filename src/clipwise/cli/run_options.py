@@ -81,7 +81,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedRun:
     """A resolved run without its noise."""
 
     scheme: Scheme
@@ -106,7 +106,7 @@ class Plan:
         )
 
 
-def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
+def plan_of(options: RunOptions, steps: int | None = None) -> ResolvedRun:
     """Resolve the options by the rules of `make_private`, or refuse them. `steps` is for options without a length."""
     if options.dataset_size is None and options.batch_size is not None:
         raise ConfigurationError(
@@ -132,7 +132,7 @@ def plan_of(options: RunOptions, steps: int | None = None) -> Plan:
         if options.dataset_size is not None:  # warns if delta is too large for this many records
             delta_of(options.delta, None, options.dataset_size)
         planned = _length(options, scheme, steps)
-    return Plan(scheme, adjacency_of(options.adjacency, scheme.sampling), options.unit, planned)
+    return ResolvedRun(scheme, adjacency_of(options.adjacency, scheme.sampling), options.unit, planned)
 
 
 def _length(options: RunOptions, scheme: Scheme, steps: int | None) -> int:
@@ -199,7 +199,7 @@ class Releases:
     @property
     def is_seeded(self) -> bool:
         """Whether any run had a given seed, so that it claims no guarantee."""
-        return multi_run.are_seeded(self.runs)
+        return any(about.get("seeded") is True for run in self.runs for about in run.about)
 
     @property
     def is_shared(self) -> bool:
@@ -302,8 +302,6 @@ def table_of(
             bounded.add(name)
         except UnsupportedEventError:
             table.add_row(heading, "-", why_not)
-        except ImportError:
-            table.add_row(heading, "-", "needs the package dp-accounting")
     if "gdp" not in bounded:  # otherwise the run is one Gaussian mechanism, and nothing is approximated
         approximate = accounting.central_limit_of(history).epsilon_if_it_were_true(delta)
         table.add_row("central limit", f"({approximate:.4g})", "no guarantee: may be too low")

@@ -11,13 +11,15 @@ import typer
 from clipwise import accounting
 from clipwise.accounting.calibrate import smallest_noise
 from clipwise.cli.options import labels_of
-from clipwise.cli.output import counted, require_file, rounded_up, say
+from clipwise.cli.output import counted, rounded_up, say
 from clipwise.errors import ConfigurationError
 from clipwise.ledger import FileLedger
+from clipwise.ledger.durable_files import require_writable
 from clipwise.ledger.ledger import JSON
 from clipwise.privacy import Entry
 from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
-from clipwise.recipes.tables.read import read_names
+from clipwise.recipes.planning import default_delta
+from clipwise.recipes.tables.read import listed, read_names
 from clipwise.recipes.tables.schema import TASKS, Schema, Target, write_toml
 from clipwise.recipes.tables.source import Findings, TableSource
 from clipwise.validation.arguments import number, one_of
@@ -38,16 +40,17 @@ give the range: range = [0, 100]."""
 def schema(
     data: Annotated[Path, typer.Argument(help="A CSV or Parquet file.")],
     target: Annotated[str | None, typer.Option(help="The column to predict.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("schema.toml"),
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("schema.toml"),
     labels: Annotated[
         str | None, typer.Option(help="The classes of the target, with commas, if they are public: no,yes.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="classification or regression.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Estimate the schema from the rows, for this budget.")] = None,
-    delta: Annotated[float, typer.Option(help="The delta of the budget, with --epsilon.")] = 1e-5,
+    delta: Annotated[
+        float | None, typer.Option(help="With --epsilon: by default well below one over the number of rows.")
+    ] = None,
     ledger: Annotated[
-        Path | None,
-        typer.Option(help="With --epsilon: the ledger to charge; by default OUTPUT with the ending .ledger."),
+        Path | None, typer.Option(help="With --epsilon: the ledger to charge; by default OUT with the ending .ledger.")
     ] = None,
     encoding: Annotated[str | None, typer.Option(help="The encoding of a CSV file; by default UTF-8.")] = None,
 ) -> None:
@@ -68,41 +71,42 @@ def schema(
     names = read_names(data, encoding)
     wanted = None if target is None else Target(target, task, labels_of(labels))
     if target is not None and target not in names:
-        raise ConfigurationError(f"--target {target!r} is no column of {data}. Its columns are {', '.join(names)}.")
+        raise ConfigurationError(f"--target {target!r} is no column of {data}. Its columns are {listed(names)}.")
     if target is None and (labels or task):
         raise ConfigurationError("--labels and --task need --target, the column to predict.")
-    if output.exists():
-        raise ConfigurationError(f"--output {output} exists already: name another file, or delete it.")
-    require_file("--output", output)
+    if out.exists():
+        raise ConfigurationError(f"--out {out} exists already: name another file, or delete it.")
+    require_writable("--out", out)
     draft = Schema.undeclared(names, wanted)
     if epsilon is None:
         if ledger is not None:
             raise ConfigurationError("--ledger needs --epsilon: the header alone costs no privacy.")
         note = "Only the names are known: declare the column, or leave the decision to noised counts."
-        _write(output, draft, {name: note for name in draft.columns}, _HEAD)
+        _write(out, draft, {name: note for name in draft.columns}, _HEAD)
         size = counted(len(draft.columns), "column")
-        say(f"Draft with {size} written to {output}, from the header alone. It cost no privacy.")
+        say(f"Draft with {size} written to {out}, from the header alone. It cost no privacy.")
         return
     number("--epsilon", epsilon, above=0)
-    number("--delta", delta, above=0, below=1)
-    charged = ledger or output.with_suffix(".ledger")
+    charged = ledger or out.with_suffix(".ledger")
     source = TableSource(data, schema=draft, encoding=encoding)
+    delta = default_delta(len(source)) if delta is None else number("--delta", delta, above=0, below=1 / len(source))
     found, spent = _counted(source, epsilon, delta, charged)
     complete = Schema({name: found.kinds[name] for name in draft.columns}, found.target if wanted else None)
     cost = f"epsilon {rounded_up(spent)} at delta {delta:g} (zero-out of one row)"
     head = (
         f"{_HEAD}\n\nKinds, ranges and values are from noised counts of {len(source)} rows, for {cost}.\n"
-        f"Count the ledger {charged.name} together with those of runs on these rows:\n"
-        f"clipwise epsilon --ledger {charged.name} --ledger runs/NAME/ledger"
+        f"Count the ledger {charged.name} together with those of a run on these rows. The larger epsilon counts:\n"
+        f"clipwise epsilon --ledger {charged.name} --ledger runs/NAME/ledger\n"
+        f"clipwise epsilon --ledger {charged.name} --ledger runs/NAME/evaluation.ledger"
     )
     comments = {name: f"Noised counts: {text}." for name, text in found.about.items()}
     if found.label_counts:
         comments["[target]"] = "The labels are from noised counts."
     elif wanted is not None and found.target != wanted:
         comments["[target]"] = "The range is from noised counts."
-    _write(output, complete, comments, head)
+    _write(out, complete, comments, head)
     size = counted(len(complete.columns), "column")
-    say(f"Draft with {size} written to {output}. It cost {cost}, charged to {charged}.")
+    say(f"Draft with {size} written to {out}. It cost {cost}, charged to {charged}.")
 
 
 def _counted(source: TableSource, epsilon: float, delta: float, path: Path) -> tuple[Findings, float]:
@@ -119,9 +123,6 @@ def _counted(source: TableSource, epsilon: float, delta: float, path: Path) -> t
     return found, accounting.epsilon_of(charged[-1:], delta)
 
 
-def _write(output: Path, schema: Schema, comments: dict[str, str], head: str) -> None:
+def _write(out: Path, schema: Schema, comments: dict[str, str], head: str) -> None:
     comments = {"missing": _MISSING, "[target]": _TARGET} | comments
-    try:
-        output.write_text(write_toml(schema, comments, head), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"--output {output} cannot be written: {error.strerror}.") from error
+    out.write_text(write_toml(schema, comments, head), encoding="utf-8")

@@ -14,7 +14,7 @@ from clipwise.cli.output import draw, require_picture, rounded_up, say, say_json
 from clipwise.cli.run_options import Ledgers, RunOptions, SecondOpinion, releases_of, table_of
 from clipwise.report import plots
 from clipwise.report.risk import Risk
-from clipwise.report.wording import neighbours
+from clipwise.report.wording import neighbours, percent
 
 
 @takes_options
@@ -74,13 +74,9 @@ def _in_terms_of_mu(mu: float) -> str:
 def _table(risk: Risk) -> Table:
     table = Table("an attacker", "at most", "a random guess")
     for rate, power in risk.power:
-        table.add_row(f"detects, at {100 * rate:g}% false alarms", _percent(power), f"{100 * rate:g}%")
-    table.add_row("detects more often than falsely alarms by", _percent(risk.advantage), "0%")
-    table.add_row("guesses right, if both are equally likely", _percent(risk.accuracy), "50%")
+        table.add_row(f"detects, at {100 * rate:g}% false alarms", percent(power), f"{100 * rate:g}%")
+    table.add_row("detects more often than falsely alarms by", percent(risk.advantage), "0%")
+    table.add_row("guesses right, if both are equally likely", percent(risk.accuracy), "50%")
     for delta, epsilon in risk.epsilons:
         table.add_row(f"epsilon at delta {delta:g}", rounded_up(epsilon), "0")
     return table
-
-
-def _percent(share: float) -> str:
-    return f"{rounded_up(100 * share)}%"

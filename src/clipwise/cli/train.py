@@ -19,10 +19,10 @@ from clipwise.recipes.estimate import Estimate, estimate
 from clipwise.recipes.finish import evaluate, public_reference, write_documents
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Task
-from clipwise.recipes.planning import Plan, plan_of
+from clipwise.recipes.planning import RunPlan, plan_of
 from clipwise.recipes.run_folder import RunFolder, fresh_folder
 from clipwise.recipes.sources import public_test, require_public_test
-from clipwise.recipes.train import Run, begin, reopened
+from clipwise.recipes.train import PreparedRun, begin, reopened
 from clipwise.recipes.train import train as train_run
 
 INTERRUPTED = 130
@@ -149,7 +149,7 @@ def train(
         follow(run, display, stop, reference)
 
 
-def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, Any] | None = None) -> None:
+def follow(run: PreparedRun, display: Display, stop: Interrupts, reference: dict[str, Any] | None = None) -> None:
     """Train a prepared run, evaluate it and write its documents, with a display of its progress."""
     folder = run.folder
     test = public_test(run.plan.choices, run.encoder)  # opened first, so that a wrong path costs nothing
@@ -158,7 +158,8 @@ def follow(run: Run, display: Display, stop: Interrupts, reference: dict[str, An
             is_complete = train_run(run, display.watch, stop)
         if not is_complete:
             hint = f"Continue with: clipwise train --resume {folder.path}"
-            display.warn(f"Interrupted. {hint if run.plan.event is not None else 'A run without privacy begins anew.'}")
+            restart = "A run without privacy cannot be continued."
+            display.warn(f"Interrupted. {hint if run.plan.event is not None else restart}")
             raise typer.Exit(INTERRUPTED)
     labels = run.encoder.task.labels or ()
     for figure in evaluate(run.plan, run.encoder, folder, test):
@@ -204,7 +205,7 @@ def _wanted(out: Path | None, name: str | None, choices: Choices) -> Path:
     return Path("runs") / name
 
 
-def _announce(plan: Plan, folder: RunFolder, display: Display) -> None:
+def _announce(plan: RunPlan, folder: RunFolder, display: Display) -> None:
     rows = counted(len(plan.training_rows), "training row")
     if len(plan.held_out_rows):
         rows += f", {counted(len(plan.held_out_rows), 'held-out row')}"

@@ -64,7 +64,7 @@ def tune(
     given = {name: value for name, value in of_accounted.items() if value is not None}
     if is_accounted and is_script:
         raise ConfigurationError(
-            "--accounted requires a recipe, because it must know what every run releases. For a script of your own, "
+            "--accounted requires a recipe, because the releases of a script are unknown. For a script of your own, "
             "call clipwise.tune.selection.plan and select."
         )
     if is_accounted:
@@ -111,13 +111,12 @@ def search_accounted(recipe: Recipe, given: dict[str, float], trials: int | None
             "--trials is not possible with --accounted, where the number of runs is drawn and stays secret: give "
             "--mean-runs, their mean number."
         )
-    options = selection.SearchOptions(**given)  # type: ignore[arg-type]  # typer has checked the types
+    plan, shared = selection.planned(recipe, **given)  # type: ignore[arg-type]  # typer has checked the types
     if out is not None:
-        require_folder(out)
-        out.mkdir(parents=True, exist_ok=True)  # before the search, because its result cannot be computed again
-    found = selection.search(recipe, options, seed)
-    for sentence in found.in_words():
+        require_folder(out)  # before the search, because its result cannot be computed again
+    released = selection.search(recipe, plan, shared, seed)
+    for sentence in selection.in_words(plan, released):
         say(sentence)
-    if found.released is not None and out is not None:
-        save_file(found.released.output.state_dict(), out / "best.safetensors")
+    if released is not None and out is not None:
+        save_file(released.output.state_dict(), out / "best.safetensors")
         say(f"wrote {out / 'best.safetensors'}")

@@ -10,22 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import (
-    Bound,
-    Clipper,
-    Parameters,
-    Site,
-    Split,
-    Strategy,
-    require_entries,
-    require_records,
-    require_split,
-)
+from clipwise.clipping.base import Bound, Clipper, Parameters, Site, Split, Strategy, require_entries, require_split
 from clipwise.clipping.clipped_graph import Wiring, clipped_nodes, require_rows_of_examples
-from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients.precision import PutAside, chosen_arithmetic
 from clipwise.layers.clipped import ClippedLayer
-from clipwise.layers.clipped.layer import MODES, Constants, clip_constant
+from clipwise.layers.clipped.layer import MODES, ClipConstants, clip_constant
 from clipwise.layers.clipped.switch import noting, settled
 from clipwise.validation.arguments import one_of, with_plain_numbers
 
@@ -99,7 +89,6 @@ class Backprop(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Bind to a model with all trainable parameters in clipped layers."""
-        require_records(site.unit, "Backprop")
         require_entries(site.parameters, "Backprop")
         return BackpropClipper(site, self.layers_of(site.model, site.parameters))
 
@@ -166,12 +155,8 @@ class BackpropClipper(Clipper):
         with settled(), self.arithmetic.products():
             found = torch.autograd.grad(losses, list(self._parameters.values()), weights_B, allow_unused=True)
         sums = dict(zip(self._parameters, found, strict=True))
-        for name, total in sums.items():
-            if total is None:
-                raise UnsupportedModelError(
-                    f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
-                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass."
-                )
+        if missing := tuple(name for name, total in sums.items() if total is None):
+            raise UnreachedParametersError(missing)
         return sums
 
     @contextmanager
@@ -208,7 +193,7 @@ class BackpropClipper(Clipper):
             layer.constants = replace(layer.constants, input_norm=input_norm, grad_norm=grad_norm)
         return self.follow(is_updated=False)
 
-    def _constants_now(self) -> dict[str, tuple[Constants, int]]:
+    def _constants_now(self) -> dict[str, tuple[ClipConstants, int]]:
         return {name: (layer.constants, layer.uses) for name, layer in self._layers.items()}
 
     def _take_constants(self) -> None:
@@ -233,9 +218,8 @@ def _require_float32(parameters: Parameters) -> None:
     for name, p in parameters.items():
         if torch.finfo(p.dtype).bits < 32:
             raise UnsupportedModelError(
-                f"Parameter {name!r} has dtype {p.dtype}, in which the rounding of sums over a batch exceeds the "
-                "sensitivity. Keep trainable weights in float32 (model.float()), and use torch.autocast in the forward "
-                "pass for speed."
+                f"Parameter {name!r} has dtype {p.dtype}, in which sums over a batch round by more than the "
+                "sensitivity: keep trainable weights in float32 (model.float()), and use torch.autocast for speed."
             )
 
 

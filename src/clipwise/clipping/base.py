@@ -56,56 +56,37 @@ class Bound:
     """One part of the sum and its L2 sensitivity.
 
     A part without parameters is a vector released with the gradient: a count, or the statistics of a layer.
-
-    Attributes:
-        count_noise: the standard deviation of the noise on a count, over the expected batch size. The other parts share
-            what remains of the noise multiplier.
-        scales, alone: as in `privacy.Part`.
-        size: the number of entries released, if it is not that of the parameters (or 1 without parameters).
-        share: the fraction of the privacy of a step used by all parts with a share together.
     """
 
     name: str
     parameters: tuple[str, ...]
     sensitivity: float
+    # The noise on a count, over the expected batch size. The other parts share what remains of the noise multiplier.
     count_noise: float | None = None
-    scales: tuple[float, ...] = ()
-    alone: bool = False
-    size: int | None = None
-    share: float | None = None
+    scales: tuple[float, ...] = ()  # as in `privacy.Part`
+    alone: bool = False  # as in `privacy.Part`
+    size: int | None = None  # the number of released entries, if it is not that of the parameters (without them, 1)
+    share: float | None = None  # the fraction of the privacy of a step used by all parts with a share together
 
 
 class Clipper(ABC):
-    """A strategy bound to one model. It computes the bounded sum from losses, and never draws noise.
+    """A strategy bound to one model. It computes the bounded sum from losses, and never draws noise."""
 
-    Attributes:
-        bounds: the parts of the sum and their sensitivities.
-        divisor: the public constant by which the noised sum is divided: the expected number of clipped vectors.
-        arithmetic: the arithmetic of norms and sums.
-        lasts: the minimum number of releases between changes of the bounds by `learn`.
-        is_capturable: whether a CUDA graph may compute the sum of a piece of a batch: padded to a constant size or, if
-            the strategy is coupled, of the captured size.
-        is_traceable: whether `clipped_sum` may be traced into one graph (engine/tracing.py).
-        needs_outputs: whether it needs the model's outputs, by `sum_at_outputs`.
-        draws: whether it draws random numbers from `secret`, which the engine sets for each piece of a batch.
-        parts: the parts of the last release with their noise. The engine sets them before `learn`.
-        adapts: whether releases can change bounds or weights: by `follow`, `learn`, `frozen` and `settle`.
-        moves_weights: whether `follow` may change weights.
-        moved: the factors by which the last `follow` multiplied parameters. The network computes the same function.
-    """
-
-    bounds: tuple[Bound, ...]
-    divisor: float
-    arithmetic: Arithmetic = IEEE
-    lasts: float = math.inf
+    bounds: tuple[Bound, ...]  # the parts of the sum and their sensitivities
+    divisor: float  # the public constant that divides the noised sum: the expected number of clipped vectors
+    arithmetic: Arithmetic = IEEE  # of norms and sums
+    lasts: float = math.inf  # the fewest releases between changes of the bounds by `learn`
+    # Whether a CUDA graph may compute the sum of a piece of a batch: padded to a constant size or, if the strategy is
+    # coupled, of the captured size.
     is_capturable: bool = True
-    is_traceable: bool = True
-    needs_outputs: bool = False
-    draws: bool = False
-    secret: bytes = b""
-    parts: tuple[Part, ...] = ()
-    adapts: bool = True
-    moves_weights: bool = False
+    is_traceable: bool = True  # whether `clipped_sum` may be traced into one graph (engine/tracing.py)
+    needs_outputs: bool = False  # whether it needs the model's outputs, by `sum_at_outputs`
+    draws: bool = False  # whether it draws random numbers from `secret`
+    secret: bytes = b""  # set by the engine for each piece of a batch
+    parts: tuple[Part, ...] = ()  # of the last release, with their noise. The engine sets them before `learn`
+    adapts: bool = True  # whether releases can change bounds or weights: by `follow`, `learn`, `frozen` and `settle`
+    moves_weights: bool = False  # whether `follow` may change weights
+    # The factors by which the last `follow` multiplied parameters. The network computes the same function.
     moved: Mapping[str, float] = MappingProxyType({})
     _parameters: Parameters
 
@@ -180,59 +161,36 @@ class Clipper(ABC):
 
 @dataclass(frozen=True)
 class StatementText:
-    """The text of a privacy statement that depends on the strategy.
+    """The text of a privacy statement that depends on the strategy."""
 
-    Args:
-        sum: the noised sum of a step.
-        released: releases besides gradients and weights.
-        separate: the assumption that replaces "each loss depends on its own example only"; "" if that one is needed.
-        assumptions: further assumptions.
-        changing: a sentence after the sensitivities, if they change from step to step.
-        public_data: the public data and its use.
-    """
-
-    sum: str = "the clipped sum"
-    released: str = ""
-    separate: str = ""
-    assumptions: tuple[str, ...] = ()
-    changing: str = ""
-    public_data: str = ""
+    sum: str = "the clipped sum"  # the noised sum of a step
+    released: str = ""  # releases besides gradients and weights
+    separate: str = ""  # the assumption that replaces "each loss depends on its own example only", if any
+    assumptions: tuple[str, ...] = ()  # further assumptions
+    changing: str = ""  # a sentence after the sensitivities, if they change from step to step
+    public_data: str = ""  # the public data and its use
 
 
 class Strategy(ABC):
-    """The configuration of a clipping strategy, without model or data. No code outside of clipping/ tests its type.
+    """The configuration of a clipping strategy, without model or data. No code outside of clipping/ tests its type."""
 
-    Attributes:
-        name: the name in ledgers and checkpoints: the value of "strategy" in `describe`.
-        is_coupled: whether the bound holds even if examples of a batch depend on each other.
-        bounds_inside: whether it bounds gradients inside the network, so that losses must be computed from its outputs.
-        takes_views: whether an example may have several rows in a batch.
-        clips_whole_blocks: whether the contribution of a microbatch (`microbatches`) is clipped as a whole, as
-            partition sampling requires. The loader then yields a batch one microbatch at a time.
-        microbatches: the number of microbatches per batch, if it clips whole ones.
-        protects_users: whether the unit may be a user, with all records of the user as one microbatch.
-        takes_complex: whether parameters may be complex. They are treated as pairs of real numbers.
-        has_local_update: whether it computes an update by `Clipper.clipped_update` instead of taking losses.
-        allows_batch_norm: whether `attach` itself checks normalization layers.
-        needs_whole_weights: what reads or changes weights outside of a forward pass, so that the model cannot be
-            sharded; "" if nothing does.
-        takes_split_gradients: whether an example's gradient may lie over several processes (tensor parallelism).
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # in ledgers and checkpoints: the value of "strategy" in `describe`
     unit: Unit = Unit.RECORD
     split: Split = "optimal"
-    is_coupled: bool = False
+    is_coupled: bool = False  # whether the bound holds even if examples of a batch depend on each other
+    # Whether it bounds gradients inside the network, so that losses must be computed from its outputs.
     bounds_inside: bool = False
-    takes_views: bool = True
+    takes_views: bool = True  # whether an example may have several rows in a batch
+    # Whether the contribution of a microbatch is clipped as a whole, as partition sampling requires. The loader then
+    # yields a batch one microbatch at a time.
     clips_whole_blocks: bool = False
-    microbatches: int = 1
-    protects_users: bool = False
-    takes_complex: bool = False
-    has_local_update: bool = False
-    allows_batch_norm: bool = False
-    needs_whole_weights: str = ""
-    takes_split_gradients: bool = False
+    microbatches: int = 1  # per batch, if it clips whole ones
+    protects_users: bool = False  # whether the unit may be a user, with all records of the user as one microbatch
+    takes_complex: bool = False  # whether parameters may be complex. They are treated as pairs of real numbers
+    has_local_update: bool = False  # whether it takes no losses, and computes an update by `Clipper.clipped_update`
+    allows_batch_norm: bool = False  # whether `attach` itself checks normalization layers
+    needs_whole_weights: str = ""  # what reads or changes whole weights outside of a forward pass, and so no shards
+    takes_split_gradients: bool = False  # whether an example's gradient may lie over several processes
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -294,12 +252,6 @@ def require_entries(parameters: Parameters, strategy: str) -> None:
             )
 
 
-def require_records(unit: Unit, strategy: str) -> None:
-    """Raise if the unit is not a record."""
-    if unit is not Unit.RECORD:
-        raise ConfigurationError(f"{strategy} protects single records, not unit={str(unit)!r}.")
-
-
 def damaged(what: str) -> CheckpointError:
     """The error for an invalid `state_dict`."""
     return CheckpointError(f"This state_dict of a private run is damaged: {what}. Use the one saved before it.")
@@ -324,16 +276,14 @@ def noised_parts(
     Parts with a share a have the joint multiplier z / sqrt(a), and the others z / sqrt(1 - a), since
     a / z^2 + (1 - a) / z^2 = 1 / z^2.
     """
-    own = {b: b.count_noise * expected_size for b in bounds if b.count_noise is not None}
-    rest = [b for b in bounds if b not in own]
     z = noise_multiplier
-    if own and z > 0:
-        z = _multiplier_left(own, z, expected_size)
-    elif own:
-        own = dict.fromkeys(own, 0.0)
-    main, beside = [b for b in rest if b.share is None], [b for b in rest if b.share is not None]
-    share = max((b.share for b in beside if b.share is not None), default=0.0)
-    stds = own | _divided(main, parameters, z / math.sqrt(1 - share), split)
+    stds = {b: b.count_noise * expected_size if z > 0 else 0.0 for b in bounds if b.count_noise is not None}
+    if stds and z > 0:
+        z = _multiplier_left(stds, z, expected_size)
+    main = [b for b in bounds if b.count_noise is None and b.share is None]
+    beside = [b for b in bounds if b.share is not None]
+    share = max((b.share or 0.0 for b in beside), default=0.0)
+    stds |= _divided(main, parameters, z / math.sqrt(1 - share), split)
     if beside:
         stds |= _divided(beside, parameters, z / math.sqrt(share), split if isinstance(split, str) else "optimal")
     parts = tuple(Part(b.name, b.parameters, b.sensitivity, stds[b], b.scales, b.alone) for b in bounds)
@@ -369,8 +319,7 @@ def _divided(
             raise ConfigurationError(
                 f"split: give a positive number for each of the parts {', '.join(map(repr, names))}, and for no other."
             )
-        whole = math.hypot(*split.values())
-        found = [z * b.sensitivity * whole / split[b.name] for b in bounds]
+        found = [z * b.sensitivity * math.hypot(*split.values()) / split[b.name] for b in bounds]
     return dict(zip(bounds, found, strict=True))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from clipwise.clipping.thresholds import Constants, Groups, MaxNorm, Policy
 from clipwise.clipping.vector_clipping import VectorClipper, VectorClipping, tensor_lengths
 from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, StepError, UnreachedParametersError, UnsupportedModelError
-from clipwise.gradients.precision import PutAside, Rare
+from clipwise.gradients import Memory
 from clipwise.gradients.real_views import complex_view, dimension, real_view
 from clipwise.layers.public_statistics import AllPublicStatistics
 from clipwise.privacy import Adjacency, Sampling, Unit
@@ -150,8 +149,8 @@ class BatchClipper(VectorClipper):
     """`Batch` for one model."""
 
     def __init__(self, strategy: Batch, site: Site) -> None:
-        self._strategy, self._model, self._parameters = strategy, site.model, site.parameters
-        self._rare = Rare()
+        self._update, self._model, self._parameters = strategy.local_update, site.model, site.parameters
+        self._memory = Memory()
         self._reached: set[str] = set()  # parameters that the loss of some microbatch depended on
         k, scheme, of_users = strategy.microbatches, site.scheme, site.unit is not Unit.RECORD
         self._most_added = scheme.dataset_size if of_users else k
@@ -178,40 +177,26 @@ class BatchClipper(VectorClipper):
         assert real_B is None  # microbatches are not padded
         if losses.dim() and len(losses) == 0:
             return self.nothing()
-        found: list[Tensor | None] = []
-        found += torch.autograd.grad(losses.mean(), list(self._parameters.values()), allow_unused=True)
+        parameters = list(self._parameters.values())
+        found: list[Tensor | None] = list(torch.autograd.grad(losses.mean(), parameters, allow_unused=True))
         gradients = {}
         for (name, p), g in zip(self._parameters.items(), found, strict=True):
             if g is not None:
                 self._reached.add(name)
             elif name not in self._reached:
                 # Later (a mixture of experts) this raises no error, because whether records use a parameter is private.
-                raise UnreachedParametersError(
-                    f"The losses do not depend on trainable parameter {name!r}, so its private gradient would be pure "
-                    "noise. Freeze it with requires_grad_(False), or use it in the forward pass; with "
-                    "torch.utils.checkpoint, pass use_reentrant=False.",
-                    (name,),
-                )
+                raise UnreachedParametersError((name,))
             gradients[name] = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
-        return self._clipped(gradients) | self._statistics.clipped(losses)
+        return self._clipped(gradients) | self._statistics.clipped(losses, by_row=False)
 
     def clipped_update(self, microbatch: Any) -> dict[str, Tensor]:
         """[-delta]_C of the local update of a non-empty microbatch: optimizers subtract the gradient."""
-        assert self._strategy.local_update is not None
-        deltas = local_changes(self._strategy.local_update, self._model, microbatch, self._parameters)
+        assert self._update is not None
+        deltas = local_changes(self._update, self._model, microbatch, self._parameters)
         return self._clipped({name: -delta for name, delta in deltas.items()})
 
     def nothing(self) -> dict[str, Tensor]:
         return self._zeros() | self._statistics.nothing()
-
-    @contextmanager
-    def putting_aside(self) -> Iterator[PutAside]:
-        """In this block the checks for non-finite gradients are collected and read later."""
-        aside = self._rare = PutAside()
-        try:
-            yield aside
-        finally:
-            self._rare = Rare()
 
     def _clipped(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """nu_k g_k of each part k, nu_k = min(1, C_k / |m g_k|) with the scales m; 0 if the norm is not finite."""
@@ -222,7 +207,7 @@ class BatchClipper(VectorClipper):
         norms = [p[0] if len(p) == 1 else torch.linalg.vector_norm(torch.stack(p)) for p in pieces]
         aims = [self._constants.norms[part] * (1 - self._margin(names)) for part, names in groups.items()]
         over_P = torch.stack(torch._foreach_div(norms, aims))
-        if self._rare.any(~over_P.isfinite()):
+        if self._memory.rare.any(~over_P.isfinite()):
             return self._zeros()
         nus_P = over_P.clamp(min=1.0).reciprocal()
         # The rounding of a subnormal float32 weight would exceed the margin.
@@ -231,11 +216,10 @@ class BatchClipper(VectorClipper):
         result: dict[str, Tensor] = {}
         for (part, names), nu, narrow_nu in zip(groups.items(), nus_P.unbind(), narrow_nus_P.unbind(), strict=True):
             if chosen and not chosen[part]:
-                result.update(self._zeros(names))
-            else:
-                clipped = self._times(nu, narrow_nu, {name: vectors[name].detach() for name in names})
-                is_complex = {n: self._parameters[n].is_complex() for n in names}
-                result.update((n, complex_view(t) if is_complex[n] else t) for n, t in clipped.items())
+                result |= self._zeros(names)
+                continue
+            for name, t in self._times(nu, narrow_nu, {name: vectors[name].detach() for name in names}).items():
+                result[name] = complex_view(t) if self._parameters[name].is_complex() else t
         return result
 
     def _times(self, nu: Tensor, narrow_nu: Tensor, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,11 +236,11 @@ class BatchClipper(VectorClipper):
         return {name: t.to(types[name]) for name, t in zip(vectors, found, strict=True)}
 
     def _zeros(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        parameters = {name: self._parameters[name] for name in names or self._parameters}
-        return {
-            name: torch.zeros_like(p, dtype=self._dtype(p).to_complex() if p.is_complex() else self._dtype(p))
-            for name, p in parameters.items()
-        }
+        found = {}
+        for name in names or self._parameters:
+            p, dtype = self._parameters[name], self._dtype(self._parameters[name])
+            found[name] = torch.zeros_like(p, dtype=dtype.to_complex() if p.is_complex() else dtype)
+        return found
 
     def _margin(self, names: Sequence[str]) -> float:
         """The fraction of C reserved for rounding: of the norm, of the clipped vector, and of the sum.
@@ -294,17 +278,13 @@ def local_changes(update: LocalUpdate, model: nn.Module, microbatch: Any, parame
         deltas = _called(update, own, microbatch)
     if deltas is None:
         now = dict(own.named_parameters())
-        for name in parameters:
-            if name not in now:
-                raise StepError(
-                    f"local_update removed parameter {name!r} from the model: return the changes by name instead."
-                )
         deltas = {name: now[name].detach() - p.detach() for name, p in parameters.items()}
     if not isinstance(deltas, Mapping):
         raise StepError(
             "local_update must return a mapping from parameter names to changes, or None to use the changes of its "
             f"copy of the model, not {type(deltas).__name__}."
         )
+    found = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for name, delta in deltas.items():
         if name not in parameters:
             raise StepError(f"local_update returned {name!r}, which is not a trainable parameter of the model.")
@@ -315,9 +295,6 @@ def local_changes(update: LocalUpdate, model: nn.Module, microbatch: Any, parame
                 f"local_update: the change of {name!r} must be a dense tensor of "
                 f"{'complex' if p.is_complex() else 'real'} numbers with the shape {tuple(p.shape)} of the parameter."
             )
-    found = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for name, delta in deltas.items():
-        p = parameters[name]
         kind = torch.promote_types(delta.dtype, torch.complex64) if p.is_complex() else delta.dtype
         found[name] = delta.detach().to(p.device, kind)
     return found

@@ -17,7 +17,7 @@ from clipwise.errors import CoupledExamplesError, StepError, UnsupportedModelErr
 from clipwise.gradients.layout import Layout, Probe, probe_weights
 from clipwise.gradients.outline import require_not_rerun
 from clipwise.gradients.precision import ieee_arithmetic
-from clipwise.gradients.walk import Node, behind
+from clipwise.gradients.walk import Node, graph_nodes
 from clipwise.layers.clipped import ClippedLayer, unclipped
 
 _TOO_FEW = 2  # the largest group size of a normalization that is refused in mode="normalize"
@@ -56,8 +56,7 @@ def clipped_nodes(
             elif layer is not None and id(layer) not in known:
                 raise UnsupportedModelError(
                     f"Parameter {name!r} is used by a clipped layer {layer.name!r} that is not in the model of this "
-                    "run, so the sensitivity does not include its constants. Call clip_inputs once, and pass the whole "
-                    "model to make_private."
+                    "run: call clip_inputs once, and pass the whole model to make_private."
                 )
             elif not _bounds(layer, slot, variable):
                 by = type(node).__name__ if layer is None else f"layer {layer.name!r}, as its input"
@@ -82,15 +81,13 @@ def clipped_nodes(
         if node.examples != len(losses):
             raise StepError(
                 f"Layer {name!r} clips rows, but the number of its rows is not that of the losses. Keep the examples "
-                "in the first dimension of every input of a layer, with positions in later dimensions, and do not use "
-                "augmentation_multiplicity."
+                "in the first dimension of every input, and do not use augmentation_multiplicity."
             )
     for (layer, _), count in Counter((node.role.layer, node.role.name) for node in found).items():
         if count > layer.uses:
             raise UnsupportedModelError(
-                f"Layer {layer.name!r} is used more than {layer.uses} times in one forward pass, which is the number "
-                f"that its sensitivity includes. Pass clip_inputs(..., uses={{{layer.name!r}: n}}) with the largest "
-                "possible number n of uses, a public constant, or use a separate layer for each use."
+                f"Layer {layer.name!r} is used more than {layer.uses} times in one forward pass, the number in its "
+                f"sensitivity. Pass clip_inputs(..., uses={{{layer.name!r}: n}}) with the largest possible number n."
             )
     return found, hash(tuple(kinds))
 
@@ -114,15 +111,14 @@ def require_rows_of_examples(losses: Tensor, nodes: list[Node], parameters: Mapp
             if not probe.agrees(Layout(node.axis, 1, len(losses), 1)):
                 raise CoupledExamplesError(
                     f"Layer {_layer_of(node).name!r} does not have one row for each example along axis "  # type: ignore[union-attr]
-                    f"{node.axis}, so it does not clip per example. Keep the examples in the first dimension, in their "
-                    "order, and independent of each other."
+                    f"{node.axis}: keep the examples in the first dimension, in their order, and independent."
                 )
 
 
 def _require_nothing_behind(node: Node, names: Mapping[int, str]) -> None:
     """Before a normalization over one or two numbers, gradients are rounding errors, which must not be scaled up."""
     (first, _), *_ = node.next_functions  # the input
-    if first is None or not any(id(getattr(n, "variable", None)) in names for n in {first, *behind([first])}):
+    if first is None or not any(id(getattr(n, "variable", None)) in names for n in graph_nodes(first)):
         return
     layer = _layer_of(node)
     what = "A normalization" if layer is None else f"Layer {layer.name!r}"

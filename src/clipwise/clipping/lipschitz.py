@@ -10,30 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping import outputs as at_outputs
 from clipwise.clipping.base import (
     Bound,
     Clipper,
-    Parameters,
     Site,
     Split,
     StatementText,
     Strategy,
     damaged,
     require_entries,
-    require_records,
     require_split,
 )
+from clipwise.clipping.outputs import gradients_at_outputs
 from clipwise.clipping.thresholds import Groups, Policy, described_groups, group_parameters
-from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
+from clipwise.errors import (
+    ConfigurationError,
+    CoupledExamplesError,
+    StepError,
+    UnreachedParametersError,
+    UnsupportedModelError,
+)
 from clipwise.gradients.precision import chosen_arithmetic
 from clipwise.layers.bounded import ClipInput
 from clipwise.lipschitz import losses as bounded_losses
 from clipwise.lipschitz import weights
-from clipwise.lipschitz.bounds import Bounds, Measured, bounds_from, bounds_of
+from clipwise.lipschitz.bounds import Bounds, MeasuredNorms, bounds_from, bounds_of
 from clipwise.lipschitz.losses import BoundedLoss, SoftmaxCrossEntropy, clip_output_gradients
 from clipwise.lipschitz.rule import Effort
-from clipwise.lipschitz.trace import Network, example_shape, trace, unit_of
+from clipwise.lipschitz.trace import Network, trace, unit_of
 from clipwise.lipschitz.traced_model_check import AsTraced, GraphMatch
 from clipwise.lipschitz.weights import NORMS, MaxWeightNorm, balance_, pairs_of
 from clipwise.privacy import Unit
@@ -134,11 +138,8 @@ class Lipschitz(Strategy):
                 f"parts={type(self.parts).__name__}(...) chooses clipping norms for gradients, but Lipschitz derives "
                 "its bounds from the weights: use 'tensor', 'layer', 'all' or lists of names."
             )
-        if self.loss is None:
-            SoftmaxCrossEntropy(self.temperature)
-            return
-        bounded_losses.require_bounded(self.loss)
-        if self.temperature != 1:
+        bounded_losses.require_bounded(self.bounded_loss)
+        if self.loss is not None and self.temperature != 1:
             raise ConfigurationError(
                 "temperature is for the default softmax cross-entropy only: pass it to the given `loss` instead."
             )
@@ -150,24 +151,24 @@ class Lipschitz(Strategy):
 
     def attach(self, site: Site) -> Clipper:
         """Trace the model, clip its weights and bound its gradients. Raises for a layer without a bound."""
-        require_records(site.unit, "Lipschitz")
         require_entries(site.parameters, "Lipschitz")
         arithmetic = chosen_arithmetic(next(iter(site.parameters.values())).device)
         network = trace(site.model, self._shape(site), arithmetic)
         self._require_input_norm(network)
-        _require_reached(network, site.parameters)
+        if missing := tuple(name for name in site.parameters if name not in network.uses):
+            raise UnreachedParametersError(missing)
         return LipschitzClipper(self, site, network)
 
-    def _shape(self, site: Site) -> tuple[int, ...]:
+    def _shape(self, site: Site) -> Sequence[int]:
         if self.input_shape is not None:
-            return example_shape(self.input_shape)
+            return self.input_shape
         first = next(iter(tensors_in(site.empty_batch())), None) if site.empty_batch is not None else None
         if first is None or first.dim() == 0 or len(first) != 0:
             raise ConfigurationError(
                 "Lipschitz: the shape of one example cannot be inferred from dataset: pass input_shape, for "
                 "instance Lipschitz(..., input_shape=(1, 28, 28))."
             )
-        return tuple(first.shape[1:])
+        return first.shape[1:]
 
     def _require_input_norm(self, network: Network) -> None:
         """Require that `input_norm` is the norm of the model's ClipInput, or None without one."""
@@ -175,14 +176,12 @@ class Lipschitz(Strategy):
         clips = [m.max_norm for m in network.graph.modules() if isinstance(m, ClipInput)]
         if not clips and self.input_norm is not None:
             raise ConfigurationError(
-                f"input_norm={given}, but the model has no ClipInput: it begins with an embedding of ids. Pass "
-                "input_norm=None."
+                f"input_norm={given}, but the model has no ClipInput (it begins with ids): pass input_norm=None."
             )
         for norm in clips:
             if norm != self.input_norm:
                 raise ConfigurationError(
-                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): use the same number "
-                    "for both."
+                    f"input_norm={given}, but the model clips its inputs to {norm:g} (ClipInput): give one number."
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -229,7 +228,7 @@ class LipschitzClipper(Clipper):
         self._watch = Changes([*network.graph.parameters(), *network.graph.buffers()])
         self._pairs = pairs_of(network, site.parameters) if strategy.balanced else []
         self._ratios: dict[str, float] = {}
-        self._norms: Measured = {}
+        self._norms: MeasuredNorms = {}
         self._fixed: Bounds | None = None
         self._is_loaded = False
         self.follow(is_updated=True)
@@ -252,30 +251,27 @@ class LipschitzClipper(Clipper):
         return weights.on_limit(self._ratios)
 
     def _current_bounds(self) -> Bounds:
+        network, norm = self._network, self._strategy.norm
         effort: Effort = "tight" if self._strategy.tight else "spectral"
-        norms, self._ratios = weights.clip_and_measure_(self._network, self._limits, self._strategy.norm, effort)
+        norms, self._ratios = weights.clip_and_measure_(network, self._limits, norm, effort)
         if not (self._is_loaded and _are_slightly_below(norms, self._norms)):
             self._norms = norms
-        found = bounds_from(self._network, self._norms, self._constant)
-        self.moved = balance_(self._network, self._pairs, found, self._norms, self._limits, self._strategy.norm)
-        if self.moved:
-            found = bounds_from(self._network, self._norms, self._constant)
-        return found
+        found = bounds_from(network, self._norms, self._constant)
+        self.moved = balance_(network, self._pairs, found, self._norms, self._limits, norm)
+        return bounds_from(network, self._norms, self._constant) if self.moved else found
 
     def _fixed_bounds(self) -> Bounds:
         self._ratios = weights.rescale_(self._network, self._limits, self._strategy.norm)
         for name, ratio in self._ratios.items():
             if not math.isfinite(ratio):
                 raise UnsupportedModelError(f"Lipschitz: weights {name!r} are not finite: use a smaller learning rate.")
-        if self._fixed is None:
-            found = bounds_of(self._network, self._constant, limits=self._limits)
-            # Frozen parameters and buffers may change, so they are measured again; otherwise the bounds are constant.
-            is_constant = not any(True for _ in self._network.graph.buffers()) and all(
-                n in self._limits for op in self._network.operations for n in op.parameters.values()
-            )
-            self._fixed = found if is_constant else None
-            return found
-        return self._fixed
+        if self._fixed is not None:
+            return self._fixed
+        found = bounds_of(self._network, self._constant, limits=self._limits)
+        # Frozen parameters and buffers may change, so they are measured again; otherwise the bounds are constant.
+        if not list(self._network.graph.buffers()) and self._network.uses.keys() <= self._limits.keys():
+            self._fixed = found
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """The certified norms of the weights."""
@@ -306,13 +302,18 @@ class LipschitzClipper(Clipper):
         if len(losses) == 0:
             return self.nothing()
         self._require_as_bounded(outputs)
-        found_at = at_outputs.gradients_at_outputs(losses, outputs, self._parameters)
-        # Both answers are read in one transfer, since each read synchronizes with the device.
-        has_moved, are_coupled = at_outputs.asked_together(self._watch.has_moved(), found_at.are_coupled)
+        gradients, coupled = gradients_at_outputs(losses, outputs, self._parameters)
+        # Both flags are read in one transfer, since each read synchronizes with the device.
+        moved = torch.as_tensor(self._watch.has_moved(), device=coupled.device)
+        has_moved, are_coupled = torch.stack([moved, coupled]).tolist()
         self._require_unchanged(has_moved)
-        at_outputs.require_not_coupled(are_coupled)
+        if are_coupled:
+            raise CoupledExamplesError(
+                "The loss of one example depends on the outputs of another, so per-example bounds do not hold: do not "
+                "subtract a mean over the batch, compare examples, or divide by a quantity of the whole batch."
+            )
         # An example with several rows (views) counts as one: the constant is divided over its rows.
-        gradients = clip_output_gradients(found_at.gradients, self._constant / found_at.rows)
+        gradients = clip_output_gradients(gradients, self._constant / (len(outputs) // len(losses)))
         with self.arithmetic.products():
             found = torch.autograd.grad(outputs, list(self._parameters.values()), gradients)
         return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self._parameters, found, strict=True)}
@@ -342,30 +343,18 @@ class LipschitzClipper(Clipper):
     def _require_unchanged(self, has_changed: bool) -> None:
         if has_changed:
             raise StepError(
-                "The weights were changed between the draw of a batch and private.step, so the bounds do not hold for "
-                "them. Change weights before the next batch is drawn, in place and under torch.no_grad(), not through "
-                ".data."
+                "The weights were changed between the draw of a batch and private.step, so the bounds do not hold. "
+                "Change weights before the next batch is drawn, under torch.no_grad() and not through .data."
             )
 
 
-def _are_slightly_below(norms: Measured, loaded: Measured) -> bool:
+def _are_slightly_below(norms: MeasuredNorms, loaded: MeasuredNorms) -> bool:
     """Whether loaded norms are valid and almost tight for the weights: then a resumed run continues bit for bit."""
     return all(
         value <= loaded[op][name] <= value * (1 + 1e-3) + 1e-12
         for op, found in norms.items()
         for name, value in found.items()
     )
-
-
-def _require_reached(network: Network, parameters: Parameters) -> None:
-    """Raise if a trainable parameter has no bound."""
-    known = {full for op in network.operations for full in op.parameters.values()}
-    for name in parameters:
-        if name not in known:
-            raise UnsupportedModelError(
-                f"The traced forward pass does not use trainable parameter {name!r}, so its private gradient would be "
-                "pure noise. Freeze it with requires_grad_(False), or use it."
-            )
 
 
 def _require_representable(bounds: Bounds, unclipped: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -77,62 +77,40 @@ class NoisedStatistics:
 
 
 class LayerStatistics:
-    """`NoisedStatistics` for the layers of one model; no layers if `rule` is None.
-
-    Attributes:
-        bounds: one part per layer, with sensitivity `factor` times R.
-    """
+    """`NoisedStatistics` for the layers of one model; no layers if `rule` is None."""
 
     def __init__(self, rule: NoisedStatistics | None, site: Site, factor: float) -> None:
         self._layers: dict[str, BatchStatisticsNorm] = {}
-        self.bounds: tuple[Bound, ...] = ()
-        if rule is None:
-            _require_settled(site.model)
-            return
-        self._rule = rule
+        self.bounds: tuple[Bound, ...] = ()  # one part per layer, with sensitivity `factor` times R
         for name, layer in site.model.named_modules():
-            if isinstance(layer, BatchStatisticsNorm) and layer.training:
+            if rule is None and isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
+                raise ConfigurationError(  # it would normalize by mean 0 and variance 1 forever
+                    f"Layer {name!r} ({type(layer).__name__}) has no statistics, and none would be released: pass "
+                    "running_statistics=NoisedStatistics(), or set them from public data with "
+                    "clipwise.layers.recompute_statistics(model, public_batches)."
+                )
+            if rule is not None and isinstance(layer, BatchStatisticsNorm) and layer.training:
                 layer.is_observed = True
                 self._layers[f"{STATISTICS_OF}{name or 'the model'}"] = layer
+        if rule is None:
+            return
+        self._rule = rule
         if not self._layers:
             raise ConfigurationError(
                 "running_statistics=NoisedStatistics(...) found no layer whose statistics it could release. "
                 "Before make_private call clipwise.layers.without_running_statistics(model) for Batch, or "
                 "with_released_statistics(model) for PerExample, and model.train()."
             )
-        for name in self._layers:
-            if name in site.parameters:
-                raise ConfigurationError(
-                    f"running_statistics=NoisedStatistics(...) uses the name {name!r}: rename that parameter."
-                )
         self.bounds = tuple(
             Bound(name, (), factor * rule.max_norm, size=2 * layer.num_features, share=rule.share)
             for name, layer in self._layers.items()
         )
 
-    def clipped(self, losses: Tensor) -> dict[str, Tensor]:
-        """[(u, w)]_R of each layer in float64, from the forward pass of one microbatch."""
-        return {
-            name: clipped_sum(_deviations(layer, seen, by_row=False), self._rule.max_norm)
-            for name, layer, seen in self._seen(losses)
-        }
-
-    def clipped_by_row(self, losses: Tensor) -> dict[str, Tensor]:
-        """sum_i [(u_i, w_i)]_R of each layer in float64, over the rows of a batch, one row per example."""
-        found = {}
-        for name, layer, seen in self._seen(losses):
-            if any(len(one.mean_BC) != len(losses) for one in seen):
-                raise UnsupportedModelError(
-                    f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
-                    "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
-                )
-            found[name] = clipped_sum(_deviations(layer, seen, by_row=True), self._rule.max_norm)
-        return found
-
-    def _seen(self, losses: Tensor) -> Iterator[tuple[str, BatchStatisticsNorm, list[Observation]]]:
-        """The observations of each layer in the graph of the losses."""
+    def clipped(self, losses: Tensor, by_row: bool) -> dict[str, Tensor]:
+        """Of each layer in float64: sum_i [(u_i, w_i)]_R over the rows, or [(u, w)]_R of the whole microbatch."""
+        found: dict[str, Tensor] = {}
         if not self._layers:
-            return
+            return found
         seen: dict[nn.Module, list[Observation]] = {}
         for one, _ in observations(losses):
             seen.setdefault(one.layer, []).append(one)
@@ -148,7 +126,13 @@ class LayerStatistics:
                     "pure noise. Use it in the forward pass, without torch.compile, or freeze it with .eval() before "
                     "make_private."
                 )
-            yield name, layer, seen[layer]
+            if by_row and any(len(one.mean_BC) != len(losses) for one in seen[layer]):
+                raise UnsupportedModelError(
+                    f"The layer of {name!r} does not get one row per example, so its statistics cannot be clipped per "
+                    "example. Use inputs of shape [B, C, ...], and do not use augmentation_multiplicity."
+                )
+            found[name] = clipped_sum(_deviations(layer, seen[layer], by_row), self._rule.max_norm)
+        return found
 
     def nothing(self) -> dict[str, Tensor]:
         """The contribution of an empty microbatch: zeros."""
@@ -170,17 +154,6 @@ class LayerStatistics:
             layer.running_var.copy_((spread_C * w_C.exp() - layer.eps).clamp(layer.eps, _LARGEST))
             layer.num_batches_tracked += 1
             layer.has_statistics = True
-
-
-def _require_settled(model: nn.Module) -> None:
-    """Raise if a layer without statistics would never get any: it would normalize by mean 0 and variance 1."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, ReleasedStatisticsNorm) and not layer.has_statistics:
-            raise ConfigurationError(
-                f"Layer {name!r} ({type(layer).__name__}) has no statistics, and none would be released: pass "
-                "running_statistics=NoisedStatistics(), or set them from public data with "
-                "clipwise.layers.recompute_statistics(model, public_batches)."
-            )
 
 
 def _deviations(layer: BatchStatisticsNorm, seen: list[Observation], by_row: bool) -> Tensor:

@@ -2,80 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Parameters
-from clipwise.errors import CoupledExamplesError, StepError
+from clipwise.errors import StepError
 from clipwise.gradients.layout import probe_weights
-from clipwise.gradients.walk import Node
+from clipwise.gradients.walk import Node, graph_nodes
+from clipwise.layers.bounded import row_norms
 
 # Relative to the norm of a row. A loss with a mean over the batch has an error of about the norm.
 _ROUNDING = 1e-4
 _TINY = 1e-25  # absolute tolerance, for subnormal numbers
 
 
-@dataclass(frozen=True)
-class AtOutputs:
-    """The gradient of the sum of losses at the outputs.
+def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor]:
+    """Each example's gradient at its outputs, and whether a loss depends on another example's outputs.
 
-    Args:
-        gradients: a tensor with the shape of the outputs.
-        rows: the number of output rows per example.
-        are_coupled: whether a loss depends on another example's outputs, possibly still on the device: see
-            `require_not_coupled`.
-    """
-
-    gradients: Tensor
-    rows: int
-    are_coupled: Tensor | bool
-
-
-def gradients_at_outputs(losses: Tensor, outputs: Tensor, parameters: Parameters) -> AtOutputs:
-    """Each example's gradient at its outputs. The caller must check `are_coupled`.
-
-    Raises if the losses depend on parameters other than through the outputs. If each loss depends on its own outputs
-    only, weights w_i on the losses multiply row j of the gradient by w_j.
+    The second is a tensor, still on the device. Raises if the losses depend on parameters other than through the
+    outputs. If each loss depends on its own outputs only, weights w_i on the losses multiply row j of the gradient by
+    w_j.
     """
     if outputs.dim() == 0 or len(outputs) == 0 or len(outputs) % len(losses):
         raise StepError(
             "outputs does not have one row for each example of the batch: pass the outputs of the model for it."
         )
-    rows = len(outputs) // len(losses)
     _require_only_through(losses, outputs, parameters)
     plain = _gradient(losses, outputs, torch.ones_like(losses))
     if len(losses) == 1:
-        return AtOutputs(plain, rows, False)
+        return plain, torch.zeros((), dtype=torch.bool, device=plain.device)
     weights_B = probe_weights(len(losses), losses)
+    rows = len(outputs) // len(losses)
     expected = plain * weights_B.to(plain).repeat_interleave(rows).view(-1, *[1] * (plain.dim() - 1))
-    return AtOutputs(plain, rows, _differ(_gradient(losses, outputs, weights_B), expected))
-
-
-def require_not_coupled(are_coupled: bool) -> None:
-    """Raise if a loss depends on another example's outputs."""
-    if are_coupled:
-        raise CoupledExamplesError(
-            "The loss of one example depends on the outputs of another, so per-example bounds do not hold. Usual "
-            "causes: subtracting a mean over the batch, comparing examples, or dividing by a quantity of the whole "
-            "batch."
-        )
-
-
-def asked_together(*answers: Tensor | bool) -> list[bool]:
-    """The values as bools; those on a device are read in one transfer."""
-    far = [answer for answer in answers if isinstance(answer, Tensor)]
-    values = iter(torch.stack(far).tolist() if len(far) > 1 else map(bool, far))
-    return [next(values) if isinstance(answer, Tensor) else answer for answer in answers]
+    return plain, _differ(_gradient(losses, outputs, weights_B), expected)
 
 
 def _differ(found: Tensor, expected: Tensor) -> Tensor:
     """Whether a finite row differs by more than rounding, relative to its norm, since single entries may cancel."""
-    lengths, errors = (
-        torch.linalg.vector_norm(t.flatten(1) if t.dim() > 1 else t.unsqueeze(1), dim=1, dtype=torch.float64)
-        for t in (expected, found - expected)
-    )
+    lengths, errors = row_norms(expected), row_norms(found - expected)
     is_off: Tensor = torch.isfinite(lengths) & ~(errors <= _ROUNDING * lengths + _TINY)
     return is_off.any()
 
@@ -93,9 +57,7 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
     root: Node = losses.grad_fn
     if root is None:
         raise StepError("losses carries no gradient: compute it from the model's output.")
-    entered = {None, root, outputs.grad_fn}
-    nodes = [] if root is outputs.grad_fn else [root]
-    for node in nodes:  # grows during the loop
+    for node in graph_nodes(root, end=outputs.grad_fn):
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
             raise StepError(
@@ -103,6 +65,3 @@ def _require_only_through(losses: Tensor, outputs: Tensor, parameters: Parameter
                 "be lost. Pass a penalty on the weights as make_private(..., penalty=f), or use the optimizer's "
                 "weight_decay. Use only one forward pass."
             )
-        following = dict.fromkeys(child for child, _ in node.next_functions if child not in entered)
-        entered.update(following)
-        nodes += following

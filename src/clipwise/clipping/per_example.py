@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Parameters, Site, Split, require_records
+from clipwise.clipping.base import Clipper, Site, Split
 from clipwise.clipping.contrib.sparse import Sparse, active_only
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.thresholds import Groups, MaxNorm, Policy
@@ -21,7 +18,7 @@ from clipwise.deprecation import renamed_fields
 from clipwise.errors import ConfigurationError, UnreachedParametersError, UnsupportedModelError
 from clipwise.gradients import METHODS, Memory, PerExampleGradients, per_example_gradients
 from clipwise.gradients.forms import at_least_float32
-from clipwise.gradients.precision import IEEE, TF32, Arithmetic, PutAside, chosen_arithmetic
+from clipwise.gradients.precision import IEEE, TF32, Arithmetic, chosen_arithmetic
 from clipwise.gradients.real_views import own_part
 from clipwise.layers.clipped.layer import trainable_clips
 from clipwise.validation.arguments import one_of, with_plain_numbers
@@ -99,18 +96,13 @@ class PerExample(VectorClipping):
             )
 
     def attach(self, site: Site) -> Clipper:
-        require_records(site.unit, "PerExample")
         if (layer := trainable_clips(site.model)) is not None:
             raise UnsupportedModelError(
                 f"The model has clipped layers for Backprop (the first is {layer.name!r}), so its backward pass does "
                 "not compute gradients: use Backprop(), or use PerExample on a model without clip_inputs."
             )
-        return PerExampleClipper(self, site, self._arithmetic(site.parameters))
-
-    def _arithmetic(self, parameters: Parameters) -> Arithmetic:
-        if self.matmul_precision == "auto":
-            return chosen_arithmetic(next(iter(parameters.values())).device)
-        return TF32 if self.matmul_precision == "tf32" else IEEE
+        chosen = chosen_arithmetic(next(iter(site.parameters.values())).device)
+        return PerExampleClipper(self, site, {"auto": chosen, "tf32": TF32, "ieee": IEEE}[self.matmul_precision])
 
     def require_views(self) -> None:
         if self.running_statistics is not None:
@@ -133,9 +125,8 @@ class PerExampleClipper(VectorClipper):
     """`PerExample` for one model."""
 
     def __init__(self, strategy: PerExample, site: Site, arithmetic: Arithmetic) -> None:
-        self._strategy, self._parameters, self.arithmetic = strategy, site.parameters, arithmetic
-        self._memory = Memory(arithmetic)
-        self._joined_squares = site.joined_squares
+        self._parameters, self.arithmetic, self._mode = site.parameters, arithmetic, strategy.mode
+        self._memory, self._joined_squares = Memory(arithmetic), site.joined_squares
         self._all_reached = False  # whether the losses of some batch depended on every parameter
         by_default = strategy.method == "auto" and strategy.sparse is not None
         self._method = "instantiate" if by_default else strategy.method
@@ -149,7 +140,7 @@ class PerExampleClipper(VectorClipper):
         if len(losses) == 0:
             return self.nothing()
         constants = self._constants
-        statistics = self._statistics.clipped_by_row(losses) if self._statistics.bounds else {}
+        statistics = self._statistics.clipped(losses, by_row=True)
         gradients, left_out = self._gradients(losses)
         if constants.frozen:
             gradients = active_only(gradients, constants.frozen, self._parameters)
@@ -160,9 +151,9 @@ class PerExampleClipper(VectorClipper):
             squares = self._joined_squares(squares)
         groups, norms, scales = constants.groups, constants.norms, constants.scales
         for name, m in scales.items():  # |m g|^2 = m^2 |g|^2, rounded up
-            squares[name] = squares[name] * (m * m * (1 + 2.0**-50))
-            if name in errors:
-                errors[name] = errors[name] * (m * m * (1 + 2.0**-50))
+            for each in (squares, errors):
+                if name in each:
+                    each[name] = each[name] * (m * m * (1 + 2.0**-50))
         part_norms = {
             part: self._bounds_of_norms([squares[n] for n in names], [errors[n] for n in names if n in errors])
             for part, names in groups.items()
@@ -188,9 +179,8 @@ class PerExampleClipper(VectorClipper):
         return sums | statistics
 
     def nothing(self) -> dict[str, Tensor]:
-        device = next(iter(self._parameters.values())).device
-        nobody = torch.zeros(0, dtype=torch.bool, device=device)
-        counts = self._constants.counts(dict.fromkeys(self._constants.groups, nobody), nobody)
+        no_example = torch.zeros(0, dtype=torch.bool, device=next(iter(self._parameters.values())).device)
+        counts = self._constants.counts(dict.fromkeys(self._constants.groups, no_example), no_example)
         return super().nothing() | counts | self._statistics.nothing()
 
     def _gradients(self, losses: Tensor) -> tuple[PerExampleGradients, tuple[str, ...]]:
@@ -199,26 +189,16 @@ class PerExampleClipper(VectorClipper):
         Once every parameter was used in some batch, unused ones (as in a mixture of experts) raise no error: whether
         the records of a batch use a parameter is private.
         """
-        ask = partial(per_example_gradients, losses, memory=self._memory, method=self._method)
         try:
-            found = ask(parameters=self._parameters)
+            found = per_example_gradients(losses, self._parameters, self._memory, self._method)
             self._all_reached = True
             return found, ()
         except UnreachedParametersError as refusal:
             if not self._all_reached or len(refusal.names) == len(self._parameters):
                 raise
             left_out = refusal.names
-        return ask(parameters={n: p for n, p in self._parameters.items() if n not in left_out}), left_out
-
-    @contextmanager
-    def putting_aside(self) -> Iterator[PutAside]:
-        """In this block nothing waits for the device: checks for rare events are collected and read later."""
-        before, aside = self._memory.rare, PutAside()
-        self._memory.rare = aside
-        try:
-            yield aside
-        finally:
-            self._memory.rare = before
+        reached = {name: p for name, p in self._parameters.items() if name not in left_out}
+        return per_example_gradients(losses, reached, self._memory, self._method), left_out
 
     def _bounds_of_norms(self, squares: list[Tensor], errors: list[Tensor]) -> Tensor:
         """n such that the summed vector has norm at most (1 + slack) n: the norm, unless rounding e is large."""
@@ -228,16 +208,16 @@ class PerExampleClipper(VectorClipper):
         error_B = _sum(errors).sqrt()
         return torch.maximum(norm_B, (norm_B + error_B) / (1 + self.arithmetic.slack))
 
-    def _restate(self) -> None:
-        super()._restate()
+    def _restate(self) -> bool:
         self._in_float32 = {
             part
             for part, names in self._constants.groups.items()
             if all(self._parameters[name].dtype == torch.float32 for name in names)
         }
+        return super()._restate()
 
     def _weights(self, norm_B: Tensor, bound: float) -> Tensor:
-        if self._strategy.mode == "normalize":
+        if self._mode == "normalize":
             return bound / (norm_B + _NORMALIZE_FLOOR * bound)
         return (bound / norm_B).clamp(max=1)  # C / 0 is inf, and clamps to 1
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from clipwise.errors import ClipwiseError, ConfigurationError
+from clipwise.errors import ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors
 from clipwise.sampling.fetch import Fetcher
-from clipwise.validation.arguments import whole
+from clipwise.validation.arguments import naming, whole
 
 Loss = Callable[..., Tensor]
 
@@ -84,15 +84,8 @@ class PublicData:
     def losses(self, model: nn.Module, batch: Any, device: torch.device, of: str = "example") -> Tensor:
         """The losses of a batch, which is moved to `device`: one per example, or a single loss for a microbatch."""
         batch = map_tensors(lambda t: t.to(device), batch)
-        try:
+        with naming(f"PublicData({self.name})", "loss(model, *batch)"):
             losses = self.loss(model, *arguments_of(batch))
-        except ClipwiseError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"PublicData({self.name}): loss(model, *batch) fails on the public data ({type(error).__name__}: "
-                f"{error}). Pass data and a loss that fit the model."
-            ) from error
         dimensions = (0, 1) if of == "microbatch" else (1,)
         if not (isinstance(losses, Tensor) and losses.dim() in dimensions and losses.requires_grad):
             listed = " A list is interpreted as batches: if it is a list of records, pass a data set."
@@ -113,12 +106,12 @@ class PublicData:
         return f"PublicData({self.name}, {self.size} {'batches' if self.comes_in_batches else 'examples'})"
 
 
-def require_public(given: object, who: str, instead: str = "") -> PublicData:
+def require_public(given: object, owner: str, instead: str = "") -> PublicData:
     """Raise if `given` is not marked as public."""
     if isinstance(given, PublicData):
         return given
     raise ConfigurationError(
-        f"{who}: public must be data that is marked as public, not a {type(given).__name__}. Values computed from it "
+        f"{owner}: public must be data that is marked as public, not a {type(given).__name__}. Values computed from it "
         "get no noise, so private data may not be used here. If every record is public, pass PublicData(data, loss=...)"
         f"{instead}."
     )

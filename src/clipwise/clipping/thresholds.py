@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Site, damaged
+from clipwise.clipping.base import Bound, Site
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number, with_plain_numbers
 
@@ -85,9 +85,7 @@ def _layer_of(name: str) -> str:
 
 def _named(given: object, argument: str) -> Mapping[str, Collection[str]]:
     """Part name -> names. Raises if `given` does not consist of lists of names."""
-    parts = given
-    if isinstance(parts, (list, tuple)):
-        parts = {f"group {i}": names for i, names in enumerate(parts)}
+    parts = {f"group {i}": names for i, names in enumerate(given)} if isinstance(given, (list, tuple)) else given
     if isinstance(parts, Mapping) and all(
         isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
         for names in parts.values()
@@ -123,47 +121,31 @@ def norms_of_parts(max_norm: float | Mapping[str, float], parts: Sequence[str]) 
     return dict.fromkeys(parts, max_norm / math.sqrt(len(parts)))
 
 
-# Outside of this range, clipped gradients and noise underflow or overflow in float32.
-_LEAST_NORM, _MOST_NORM = 1e-30, 1e30
+_LEAST_NORM, _MOST_NORM = 1e-30, 1e30  # outside, clipped gradients and noise underflow or overflow in float32
 
 
 class Constants:
-    """The constants of each part: the clipping norm C_k and the scales of its parameters. Here they never change.
+    """The constants of each part: the clipping norm C_k and the scales of its parameters. Here they never change."""
 
-    Attributes:
-        groups: the parameters of each part.
-        norms: C_k, the clipping norm of each part, after scaling.
-        scales: m, the factor of each parameter's gradient before clipping; 1 if missing.
-        bounds: the parts released besides the gradient.
-        lasts: the minimum number of releases between changes of groups, norms or scales by `learn`.
-        alone: whether each vector contributes to one random part only; see privacy.Part.
-        share: the expected fraction of the vectors in each part, a factor of the divisor.
-        frozen: entries set to 0 before clipping, by parameter (bool, of its shape).
-    """
-
-    lasts: float = math.inf
-    alone: bool = False
-    share: float = 1.0
+    lasts: float = math.inf  # the fewest releases between changes of groups, norms or scales by `learn`
+    alone: bool = False  # whether each vector contributes to one random part only; see privacy.Part
+    share: float = 1.0  # the expected fraction of the vectors in each part, a factor of the divisor
 
     def __init__(
         self, groups: dict[str, list[str]], norms: dict[str, float], scales: Mapping[str, float] | None = None
     ) -> None:
-        self.groups, self.norms, self.scales = groups, norms, dict(scales or {})
-        self.bounds: tuple[Bound, ...] = ()
-        self.frozen: dict[str, Tensor] = {}
+        self.groups = groups  # the parameters of each part
+        self.norms = norms  # C_k, the clipping norm of each part, after scaling
+        self.scales = dict(scales or {})  # m, the factor of each parameter's gradient before clipping; 1 if missing
+        self.bounds: tuple[Bound, ...] = ()  # the parts released besides the gradient
+        self.frozen: dict[str, Tensor] = {}  # entries set to 0 before clipping, by parameter (bool, of its shape)
 
     def bounds_with(self, factor: float) -> tuple[Bound, ...]:
         """The bounds of a step, with sensitivity `factor` times C_k."""
-        parts = (
-            Bound(
-                part,
-                tuple(names),
-                factor * self.norms[part],
-                scales=tuple(self.scales.get(name, 1.0) for name in names) if self.scales else (),
-                alone=self.alone,
-            )
-            for part, names in self.groups.items()
-        )
+        parts = []
+        for part, names in self.groups.items():
+            scales = tuple(self.scales.get(name, 1.0) for name in names) if self.scales else ()
+            parts.append(Bound(part, tuple(names), factor * self.norms[part], scales=scales, alone=self.alone))
         return (*parts, *self.bounds)
 
     def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
@@ -189,7 +171,7 @@ class Constants:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restore a `state_dict`. Returns whether anything changed."""
+        """Restore a `state_dict`; any exception if it is invalid. Returns whether anything changed."""
         return False
 
 
@@ -301,11 +283,8 @@ class Quantile(NormRule):
         for name, value in asdict(self).items():
             number(f"Quantile: {name}", value, above=0)
         number("Quantile: target", self.target, below=1)
-        if self.minimum < _LEAST_NORM or self.maximum > _MOST_NORM:
-            raise ConfigurationError(
-                f"Quantile: minimum={self.minimum!r} and maximum={self.maximum!r} must lie between {_LEAST_NORM:g} and "
-                f"{_MOST_NORM:g}, so that sums and noise do not underflow or overflow in float32."
-            )
+        number("Quantile: minimum", self.minimum, least=_LEAST_NORM)
+        number("Quantile: maximum", self.maximum, most=_MOST_NORM)
         if not self.minimum <= self.initial <= self.maximum:
             raise ConfigurationError(
                 f"Quantile: initial={self.initial!r} must lie between minimum={self.minimum!r} and "
@@ -333,9 +312,6 @@ class QuantileNorms(Constants):
         self._least = norms_of_parts(quantile.minimum, parts)
         self._most = norms_of_parts(quantile.maximum, parts)
         self._names = {part: f"count of {part}" for part in parts}
-        for name in self._names.values():
-            if name in site.parameters:
-                raise ConfigurationError(f"max_norm=Quantile(...) uses the name {name!r}: rename that parameter.")
         # b - 1/2 lies in [-1/2, 1/2].
         self.bounds = tuple(Bound(name, (), site.factor / 2, quantile.count_noise) for name in self._names.values())
 
@@ -353,8 +329,8 @@ class QuantileNorms(Constants):
         rule = self._quantile
         for part, C in self.norms.items():
             fraction = float(means[self._names[part]]) + 0.5
-            log_C = math.log(C) - rule.learning_rate * (fraction - rule.target)
             least, most = self._least[part], self._most[part]
+            log_C = math.log(C) - rule.learning_rate * (fraction - rule.target)
             log_C = min(max(log_C, math.log(least)), math.log(most))
             self.norms[part] = min(max(math.exp(log_C), least), most)
         return True
@@ -363,12 +339,6 @@ class QuantileNorms(Constants):
         return {"norms": dict(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        norms = state.get("norms")
-        if not (
-            isinstance(norms, dict)
-            and norms.keys() == self.norms.keys()
-            and all(isinstance(C, float) and self._least[k] <= C <= self._most[k] for k, C in norms.items())
-        ):
-            raise damaged("its norms are missing or out of range")
-        self.norms.update(norms)
+        saved = state["norms"]
+        self.norms = {k: number(k, saved[k], least=self._least[k], most=self._most[k]) for k in self.norms}
         return True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, require_split
+from clipwise.clipping.base import Clipper, Site, Split, StatementText, Strategy, damaged, require_split
 from clipwise.clipping.contrib.sparse import Sparse, Thinned
 from clipwise.clipping.noised_statistics import LayerStatistics, NoisedStatistics
 from clipwise.clipping.public import PublicData
@@ -24,9 +25,13 @@ from clipwise.clipping.thresholds import (
     require_max_norm,
 )
 from clipwise.errors import ConfigurationError
+from clipwise.gradients import Memory
+from clipwise.gradients.precision import PutAside
 from clipwise.privacy import Unit
 
 _MOST = 2**31  # entries per tensor supported by torch._foreach_norm
+_CHANGING = " (of the next step: bounds change by a public rule, and the noise is scaled with them)"
+_STATISTICS = "noised statistics of batch norm layers, which they use in evaluation"
 
 
 class VectorClipping(Strategy):
@@ -94,29 +99,21 @@ class VectorClipping(Strategy):
         norm, parts = recorded.get("max_norm"), recorded.get("parts")
         policy = parts if isinstance(parts, Mapping) else {}
         decays = isinstance(norm, Mapping) and norm.get("rule") == "decay"
-        text = super().statement_text(recorded, unit)
-        if policy.get("every") is not None or decays or "sparse" in recorded:
-            text = replace(
-                text, changing=" (of the next step: bounds change by a public rule, and the noise is scaled with them)"
-            )
-        if "running_statistics" in recorded:
-            text = replace(text, released="noised statistics of batch norm layers, which they use in evaluation")
-        source = policy.get("norms from")
-        if isinstance(source, Mapping) and "public" in source:
-            count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
-            text = replace(text, public_data=f"{source['public']} ({count}), for typical gradient norms")
-        return text
+        changes = policy.get("every") is not None or decays or "sparse" in recorded
+        source = policy.get("norms from", {})
+        count = next((f"{source[kind]} {kind}" for kind in ("examples", "batches") if kind in source), "")
+        return replace(
+            super().statement_text(recorded, unit),
+            changing=_CHANGING if changes else "",
+            released=_STATISTICS if "running_statistics" in recorded else "",
+            public_data=f"{source['public']} ({count}), for typical gradient norms" if "public" in source else "",
+        )
 
 
 class VectorClipper(Clipper):
-    """A clipper with bounds that are the norms of its constants times a factor.
+    """A clipper whose sensitivity of part k is `factor` C_k, for an expected number of clipped `vectors` per step."""
 
-    Args:
-        constants: the constants of the parts.
-        factor: the sensitivity of part k over C_k.
-        vectors: the expected number of clipped vectors per step.
-        statistics: layer statistics released with the gradient.
-    """
+    _memory: Memory
 
     def __init__(self, constants: Constants, factor: float, vectors: float, statistics: LayerStatistics) -> None:
         self._constants, self._factor, self._statistics = constants, factor, statistics
@@ -132,13 +129,19 @@ class VectorClipper(Clipper):
     def settle(self) -> None:
         self._constants.settle()
 
+    @contextmanager
+    def putting_aside(self) -> Iterator[PutAside]:
+        before, aside = self._memory.rare, PutAside()
+        self._memory.rare = aside
+        try:
+            yield aside
+        finally:
+            self._memory.rare = before
+
     def learn(self, means: Mapping[str, Tensor]) -> bool:
         # With a share below 1 each part has only some of the vectors; statistics use all of them.
         self._statistics.learn({b.name: means[b.name] * self._constants.share for b in self._statistics.bounds})
-        changed = self._constants.learn(means, self.noise)
-        if changed:
-            self._restate()
-        return changed
+        return self._constants.learn(means, self.noise) and self._restate()
 
     def clips(self) -> object:
         constants = self._constants
@@ -149,14 +152,15 @@ class VectorClipper(Clipper):
         return self._constants.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        changed = self._constants.load_state_dict(state)
-        if changed:
-            self._restate()
-        return changed
+        try:
+            return self._constants.load_state_dict(state) and self._restate()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged("the state of its clipping is missing or invalid") from error
 
-    def _restate(self) -> None:
-        """Recompute the bounds from the constants."""
+    def _restate(self) -> bool:
+        """Recompute the bounds from the constants. Returns True: they changed."""
         self.bounds = (*self._constants.bounds_with(self._factor), *self._statistics.bounds)
+        return True
 
 
 def tensor_lengths(tensors: Sequence[Tensor]) -> list[Tensor]:

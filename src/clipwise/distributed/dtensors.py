@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from clipwise.distributed import sums
-from clipwise.distributed.layouts import Layout, Parameters
+from clipwise.distributed.layouts import ModelLayout, Parameters
 from clipwise.distributed.ranks import Ranks
 from clipwise.distributed.shard_noise import Span, noised_shards
 from clipwise.errors import ConfigurationError
@@ -25,7 +25,7 @@ from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Part
 
 
-class DTensorLayout(Layout):
+class DTensorLayout(ModelLayout):
     """A model with parameters that are DTensors, of which a rank stores a part."""
 
     is_sharded = True

@@ -24,7 +24,7 @@ from clipwise.privacy import Part
 Parameters = Mapping[str, nn.Parameter]
 
 
-class Layout:
+class ModelLayout:
     """A model of which every rank has all parameters; also the layout of a single process.
 
     Attributes:
@@ -104,10 +104,10 @@ class Layout:
         return self.model.state_dict()
 
 
-def layout_of(model: Any, optimizer: torch.optim.Optimizer, ranks: OneRank) -> Layout:
+def layout_of(model: Any, optimizer: torch.optim.Optimizer, ranks: OneRank) -> ModelLayout:
     """The layout of a model. Raises for layouts that are not supported."""
     if not isinstance(model, nn.Module):  # `trainable_parameters` raises for it
-        return Layout(model, ranks)
+        return ModelLayout(model, ranks)
     inner = _unwrapped(model)
     _require_supported(inner, optimizer)
     if _has_dtensors(inner):
@@ -119,7 +119,7 @@ def layout_of(model: Any, optimizer: torch.optim.Optimizer, ranks: OneRank) -> L
         from clipwise.distributed.tensor_parallel import TensorParallel
 
         return TensorParallel(inner, ranks)
-    return Layout(inner, ranks)
+    return ModelLayout(inner, ranks)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

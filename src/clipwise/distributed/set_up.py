@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
-from clipwise.distributed.layouts import Layout
+from clipwise.distributed.layouts import ModelLayout
 from clipwise.distributed.ranks import OneRank, Ranks, digest_of
 from clipwise.errors import ConfigurationError
 from clipwise.validation.inventory import checksums
@@ -58,7 +58,7 @@ def require_equal_data(ranks: OneRank, dataset: Any) -> None:
         )
 
 
-def make_weights_equal(layout: Layout) -> None:
+def make_weights_equal(layout: ModelLayout) -> None:
     """If ranks have different weights, give all of them those of rank 0, as DistributedDataParallel does."""
     ranks = layout.ranks
     if not isinstance(ranks, Ranks) or layout.is_sharded:
@@ -97,7 +97,7 @@ def _digests(dataset: Any) -> tuple[bytes, bytes]:
 
 
 def _of_records(dataset: Any) -> bytes:
-    """A digest of a few records that the data set gives twice alike."""
+    """A digest of a few records; `_UNKNOWN` if reading them again gives other values."""
     from clipwise.engine.fingerprint import of_data
 
     with suppress(Exception), torch.random.fork_rng(devices=[]):  # an unreadable record is reported when it is drawn

@@ -1,6 +1,6 @@
 """Models split by `parallelize_module` (tensor parallelism), on all ranks or in several replicas.
 
-The ranks of a group share the parameters of one replica and see the same records. Forward and backward passes are
+The ranks of a group share the parameters of one replica and get the same records. Forward and backward passes are
 torch's own: DTensor adds its collectives. A pass holds one record, so its gradient is that of the record, whatever the
 layers do, and no rule has to read the graph. Each rank keeps its part of that gradient:
 
@@ -77,7 +77,7 @@ class TensorParallel(DTensorLayout):
         if has_loss:
             raise ConfigurationError(
                 "loss= is not supported with tensor parallelism (parallelize_module): leave it out. A forward pass "
-                "has one record, so the test that it is for has no other records to exchange."
+                "has one record, and the replacement test needs several."
             )
 
     def require_piece(self, size: int) -> None:

@@ -18,7 +18,7 @@ Legend: B examples of a piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from clipwise.engine import cuda_graphs, step
 from clipwise.engine.context import StepContext
-from clipwise.engine.pieces import FixedRows, count_of, pieces_of
+from clipwise.engine.pieces import FixedRows, clipped_rows, count_of, padded_rows, pieces_of
 from clipwise.errors import StepError
 from clipwise.kernels.noise import normals
 from clipwise.noise.gaussian import key_words
-from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_by_part
+from clipwise.noise.mechanism import Draw, in_order_of, laid_as, noise_labels, noised_per_part
 
 if TYPE_CHECKING:
     from clipwise.engine.traced_sum import TracedSum
@@ -103,7 +103,10 @@ class Captured:
         context = self._context
         context.in_step = True
         before = self._begin(piece)
-        for rows, count in self._cut(batch, piece.size):
+        # A microbatch is not cut.
+        size = max(piece.size, self._size) if self._is_coupled else self._size
+        pieces = list(pieces_of(batch, piece.size, size, context.views))
+        for rows, count in pieces:
             self._add(rows, count)
         # The host prepares the release while the device gathers.
         if bounds_of(context) != self.bounds:
@@ -122,8 +125,8 @@ class Captured:
             self._derive_keys()
             self._update.prepare()
         if bool(self._rare):
-            self._gather_again(batch, piece.size, before)
-        context.loader.consume()
+            self._gather_again(pieces, before)
+        piece.consumed = True
         if not piece.last:
             self._awaited = context.made(), piece.index_in_batch + 1
             context.in_step = False
@@ -162,7 +165,7 @@ class Captured:
         if self._traced is not None:
             clipped, happened = self._traced.run()
         else:
-            clipped, happened = step.padded_rows(self._context, self._loss, self._rows.batch, self._rows.real_B)
+            clipped, happened = padded_rows(self._context, self._loss, self._rows.batch, self._rows.real_B)
         self._sums = self._in_order(clipped)
         if happened is not None:
             self._rare.logical_or_(happened)
@@ -174,31 +177,25 @@ class Captured:
             self._rows.fill(rows, count)
             self._gather.replay()
         else:
-            torch._foreach_copy_(self._sums, self._eager_sum(rows))
+            torch._foreach_copy_(self._sums, self._eager_sum(rows, count))
         if earlier is not None:
             torch._foreach_add_(self._sums, earlier)
         self._holds_any = True
 
-    def _gather_again(self, batch: Sequence[Any], count: int, before: list[Tensor] | None) -> None:
+    def _gather_again(self, pieces: Iterable[tuple[Sequence[Any], int]], before: list[Tensor] | None) -> None:
         """After a rare case: remove this piece from the sums and gather it eagerly."""
         self._clear()
         if before is not None:
             torch._foreach_add_(self._sums, before)
-        for rows, _ in self._cut(batch, count):
-            torch._foreach_add_(self._sums, self._eager_sum(rows))
+        for rows, count in pieces:
+            torch._foreach_add_(self._sums, self._eager_sum(rows, count))
         self._holds_any = True
 
-    def _eager_sum(self, rows: Sequence[Any]) -> list[Tensor]:
-        """The bounded sum of these rows, computed as in an eager step."""
-        found = self._in_order(step.clipped_rows(self._context, self._loss, rows, count_of(rows)))
+    def _eager_sum(self, rows: Sequence[Any], count: int) -> list[Tensor]:
+        """The bounded sum of the rows of `count` examples, computed as in an eager step."""
+        found = self._in_order(clipped_rows(self._context, self._loss, rows, count))
         self._context.guard.before_step()  # checks the pass above
         return found
-
-    def _cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
-        """Cut a piece to the size of the graph. A microbatch is not cut."""
-        views, size = self._context.views, max(count, self._size) if self._is_coupled else self._size
-        for rows, length in pieces_of(batch, count * views, size * views):
-            yield rows, length // views
 
     def _in_order(self, clipped: Mapping[str, Tensor]) -> list[Tensor]:
         found = []
@@ -244,7 +241,7 @@ class Captured:
         """Noise and division: the second graph."""
         context = self._context
         self._means = self._sums_by_name()
-        noised_by_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
+        noised_per_part(self._means, context.parts, context.clipper.divisor, self._draw_of)
         self._keys.zero_()  # never used again
         self._gradients = [laid_as(p, self._means[name]) for name, p in context.parameters.items()]
         for p, grad in zip(context.parameters.values(), self._gradients, strict=True):

@@ -90,7 +90,7 @@ def history_of(state: Mapping[str, Any]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Secrets:
-    """What a run needs to continue as if it had never stopped. Never shown, never published."""
+    """The secrets with which a run continues exactly where it stopped. They must not be shown or published."""
 
     run: str
     position: int

@@ -27,12 +27,12 @@ from clipwise.engine import step
 from clipwise.engine.captured import Captured, bounds_of
 from clipwise.engine.context import StepContext
 from clipwise.engine.memory_shortage import is_out_of_memory, with_smaller_pieces
-from clipwise.engine.pieces import count_of, kinds_of, pieces_of
+from clipwise.engine.pieces import clipped_rows, count_of, kinds_of, pieces_of
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
-from clipwise.validation import step_inputs
 from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
+from clipwise.validation.step_guard import require_rows
 from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class CompiledStep:
     def __call__(self, *batch: Any) -> bool:
         """One step on the last batch of `private.loader`. Returns whether the optimizer stepped."""
         context = self._context
-        context.require_open()
+        step.require_open(context)
         piece = context.loader.awaited()
-        step_inputs.require_rows(batch, piece.size * context.views)
+        require_rows(batch, piece.size * context.views)
         if self._test is not None and self._test.is_pending:
             arrangements = partial(self._arrangements, batch, piece)
             self._test.examine(map_tensors(plain, batch), piece.size, context.which(piece), arrangements)
@@ -161,8 +161,8 @@ class CompiledStep:
     def _gathered(self, batch: Sequence[Any], count: int, size: int) -> dict[str, Tensor]:
         """The bounded sum of a batch, `size` examples at a time."""
         context, total = self._context, dict[str, Tensor]()
-        for rows, here in pieces_of(batch, count * context.views, size * context.views):
-            for name, found in step.clipped_rows(context, self._loss, rows, here).items():
+        for rows, here in pieces_of(batch, count, size, context.views):
+            for name, found in clipped_rows(context, self._loss, rows, here).items():
                 total[name] = total[name] + found if name in total else found
         context.guard.before_step()  # checks the passes above
         return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -26,8 +26,7 @@ from clipwise.sampling.microbatches import ByUser
 from clipwise.validation import training_loop
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest
-from clipwise.validation.step_guard import StepGuard
-from clipwise.validation.training_loop import LoopWarnings
+from clipwise.validation.step_guard import LoopWarnings, StepGuard
 from clipwise.validation.verified_weights import VerifiedWeights
 
 
@@ -52,6 +51,7 @@ class StepContext:
         partial: the sum over the pieces of the current batch so far, and the clipping bounds it was formed with.
         in_step: whether a step is in progress or has failed.
         is_described: whether the ledger has an up-to-date description of this run.
+        process: the process that made the run. A fork of it must not step.
         is_seeded: whether a seed was given; then no guarantee is claimed.
         must_load: whether the ledger holds another run, which only `load_state_dict` can continue.
         is_followed: whether the averages contain the last release.
@@ -62,7 +62,7 @@ class StepContext:
         self.model, self.optimizer, self.parameters = plan.model, plan.optimizer, plan.parameters
         self.strategy, self.clipper, self.scheme = plan.strategy, plan.clipper, plan.scheme
         self.event, self.ledger, self.parts = plan.event, plan.ledger, plan.parts
-        self.is_seeded = plan.seed is not None
+        self.process, self.is_seeded = os.getpid(), plan.seed is not None
         # A run that released nothing, or nothing but the preparation of its data, has no checkpoint.
         planned = awaiting_training(plan.ledger)
         self.must_load = plan.ledger.existing and plan.ledger.position > 0 and planned is None
@@ -84,7 +84,6 @@ class StepContext:
         self.guard = StepGuard(
             self.weights.state.inventory,
             plan.parameters,
-            self.weights.released,
             is_coupled=plan.strategy.is_coupled,
             has_local_update=plan.strategy.has_local_update,
             used=plan.layout.used,
@@ -113,26 +112,6 @@ class StepContext:
             "noise to other sums. To continue elsewhere, save private.state_dict(), call private.close() and load it "
             "into a new run; to send a model, send model.state_dict()."
         )
-
-    def require_open(self) -> None:
-        """Raise for a closed run, a forked copy of a run, and inside `private.ema.applied()`."""
-        if self.weights.is_closed:
-            raise StepError("This private run is closed: make a new one to continue.")
-        if self.keys.key.is_forked:
-            raise StepError(
-                "This private run belongs to the process that this one was forked from. A step here would add the "
-                "noise of a step there to another sum: make the private run in the process that trains."
-            )
-        self.require_own_weights()
-
-    def require_own_weights(self) -> None:
-        """Raise if the model currently holds the averages instead of its weights."""
-        if self.plan.averages is not None and self.plan.averages.is_applied:
-            raise StepError(
-                "This is inside a block of private.ema.applied(), which restores the model's own weights at its "
-                "end: an update would be lost, and a checkpoint would hold the averages instead of the weights. Train "
-                "and save outside of it."
-            )
 
     def require_loaded(self) -> None:
         """Raise if the ledger holds another run."""
@@ -170,11 +149,6 @@ class StepContext:
         """The number of rows that the loader yields for each example."""
         return 1 if self.plan.views is None else self.plan.views.count
 
-    def secrets_ahead(self) -> Iterator[tuple[bytes, bytes, int]]:
-        """The sampling secrets of the coming steps."""
-        self.require_open()
-        yield from self.keys.ahead()
-
     def plan_test(self, loss: Loss) -> ReplacementTest:
         """Plan a test of the first batches with this loss; the ledger records the plan."""
         test = ReplacementTest(self.model, loss, self.plan.views, self.independence is not None)
@@ -198,38 +172,12 @@ class StepContext:
 
     def follow_weights(self, is_updated: bool) -> None:
         """Recompute bounds and noise from the current weights and clipping constants."""
-        if self.clipper.adapts and self.clipper.follow(is_updated):
+        if self.clipper.follow(is_updated):
             self.set_parts()
             if self.plan.averages is not None and self.clipper.moved:
                 self.plan.averages.scale(self.clipper.moved)
             if self.described_strategy != describe.public_strategy(self):
                 self.is_described = False  # constants have changed, and the ledger must have them
-
-    def follow_update(self, has_stepped: bool = False) -> None:
-        """Update what depends on the released weights: public statistics, bounds, noise, averages.
-
-        `has_stepped` is whether an optimizer has just updated the weights with a released gradient. Only then the
-        averages are updated. (Fused optimizers do not increase torch's version counters.)
-        """
-        if self.clipper.adapts:
-            self.clipper.settle()
-        is_new = not self.is_followed
-        is_updated = is_new or has_stepped
-        self.is_followed |= has_stepped
-        if self.plan.public_statistics is not None:
-            self.plan.public_statistics.refresh(force=is_updated)
-        self.follow_weights(is_updated)
-        if is_new and has_stepped and self.plan.averages is not None:
-            self.plan.averages.update()
-            self.weights.average_updates += 1
-
-    def after_user_step(self) -> None:
-        """Called after the user's own call of `optimizer.step()`."""
-        if self.weights.after_user_step():
-            self.follow_update(has_stepped=True)
-            self.weights.state.take()
-        elif self.plan.public_statistics is not None:
-            self.plan.public_statistics.refresh(force=True)
 
 
 def parts_of(clipper: Clipper, parameters: Parameters, multiplier: float, split: Split, noise: str) -> tuple[Part, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,7 @@ from torch import Tensor
 _UPDATES_BEFORE = 3  # the update that is captured, counted from the last change of the settings
 
 
-class Graph(Protocol):
-    """A captured function, which works on fixed memory."""
-
-    def replay(self) -> None:
-        """Run the captured work again."""
-
-
-def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> Graph:
+def capture(act: Callable[[], Any], device: torch.device, warm: bool = True) -> torch.cuda.CUDAGraph:
     """Capture a function after two warm-up runs, of which the second raises if it synchronizes."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -45,7 +38,7 @@ class Update:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, own_hooks: Collection[int] = ()) -> None:
         self._optimizer, self._device, self._own_hooks = optimizer, device, own_hooks
-        self._graph: Graph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._settings: object = None
         self._same = 0
 
@@ -65,7 +58,7 @@ class Update:
         else:
             self._optimizer.step()
 
-    def _capture(self) -> Graph | None:
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
         """None if the optimizer synchronizes (as with a tensor learning rate that it must read)."""
         try:
             return capture(self._optimizer.step, self._device, warm=False)

@@ -27,7 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from clipwise.engine.tracing import Traced
 
-Run = Callable[..., Sequence[Tensor]]
+CompiledRun = Callable[..., Sequence[Tensor]]
 
 _COMPUTED_ONCE: dict[str, object] = {
     # A value that several operations read is stored, however cheap it is, and a sum however short.
@@ -57,7 +57,7 @@ def is_available(kind: str) -> bool:
     return kind == "cpu" and any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl"))))
 
 
-def compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
+def compiled(traced: Traced, inputs: Sequence[Tensor]) -> CompiledRun:
     """A compiled form of the graph, for inputs of these shapes. The first time takes up to minutes."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile as compile_graph  # imports a compiler
@@ -71,6 +71,6 @@ def compiled(traced: Traced, inputs: Sequence[Tensor]) -> Run:
     # Inductor's cache takes only graphs with a ShapeEnv. All shapes are constant.
     shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with torch.no_grad(), tracing(TracingContext(shapes)):
-        run: Run = compile_graph(traced.graph, [*inputs, *traced.lifted], options=options)
+        run: CompiledRun = compile_graph(traced.graph, [*inputs, *traced.lifted], options=options)
     _log.info("Compiled the private step in %.0f s.", time.perf_counter() - begin)
     return run

@@ -21,7 +21,7 @@ from clipwise.engine.context import parts_of
 from clipwise.engine.plan import (
     Draws,
     Plan,
-    Target,
+    PrivacyTarget,
     adjacency_of,
     delta_of,
     noise_kind_of,
@@ -103,17 +103,18 @@ def make_private(
         dataset: a map-style data set: a `TensorDataset`, a list of records, a Hugging Face data set. Its length is
             public. Not a `DataLoader` or a `DataFrame`.
         clipping: the strategy that bounds the contribution of one record; `PerExample(max_norm=1.0)` by default.
-        group: the user id of each record, for user-level privacy. Batches are then drawn by user, `batch_size` counts
-            users, and the records of each user form one microbatch. It needs the strategy `Batch`. The number of users
-            is public.
+        group: the user id of each record, for user-level privacy with `Batch`. Users are drawn instead of records,
+            `batch_size` counts users, and each user is one microbatch. The number of users is public.
         batch_size: the *expected* number of examples per step (`sample_rate` times the length of the data set).
         sample_rate: the probability that an example is in a batch; instead of `batch_size`.
         max_batch_size: for "truncated-poisson", the largest batch. If more examples are drawn, a random subset of this
             size is kept. The default is so high that truncation costs no privacy.
-        epochs: the planned length of the training, which the noise is calibrated for. Or give `steps`.
-        epsilon: the privacy budget, together with `delta`. The noise is calibrated so that the planned steps fit the
-            budget; a step that would exceed it raises `BudgetExhausted`. It is the budget of the whole ledger:
-            releases of other runs in the ledger count as well, by a Renyi filter.
+        epochs: the planned number of passes over the data, which the noise is calibrated for.
+        steps: the planned number of steps; instead of `epochs`.
+        epsilon: the privacy budget at `delta`. The noise is calibrated so that the planned steps fit the budget; a
+            step that would exceed it raises `BudgetExhausted`. It is the budget of the whole ledger: releases of other
+            runs in the ledger count as well, by a Renyi filter.
+        delta: well below 1 / (number of records). It may be left out with `noise_multiplier`.
         noise_multiplier: noise standard deviation over sensitivity, instead of `epsilon`. 0 is for debugging, and
             gives epsilon = inf.
         sampling: "poisson", "truncated-poisson", "fixed-size", "partition" (for `Batch` without `group` only),
@@ -122,9 +123,8 @@ def make_private(
         noise: "standard": tail-exact Gaussian noise in floating point. "secure": Gaussian noise rounded exactly to a
             grid, from ChaCha20. It resists attacks on the generator and on the low bits of the released values. It is
             drawn on the CPU and needs clipwise-dp[secure]. See `clipwise.noise.secure`.
-        max_physical_batch_size: yield batches in pieces of at most this size. It changes no result. Loop over
-            `private.loader.pieces()`, or over the pieces within each item of `private.loader`. The pieces of `Batch`
-            are its microbatches, which are never cut: a limit below their expected size raises an error.
+        max_physical_batch_size: yield batches in pieces of at most this size: loop over `private.loader.pieces()`. It
+            changes no result. The pieces of `Batch` are its microbatches; a limit below their size raises an error.
         augmentation_multiplicity: K: the loader yields each example as K equal, consecutive rows, which the training
             loop may change at random, and `step` takes one loss per row. The gradient of the mean loss of an example is
             clipped, so the sensitivity does not change.
@@ -145,10 +145,9 @@ def make_private(
             ones: `requires_grad` is False, `numpy()` works.
         loss: a function from a batch of the loader to one loss per row: `loss(*batch)` for a tuple or list,
             `loss(batch)` for a mapping or a tensor. Tensors are moved to the model's device first. It must contain all
-            computation between the loader and the losses, such as a normalisation of the inputs. Before the first
-            releases it runs some dozens of times on batches with examples replaced, reordered, removed and collated
-            again. A loss that depends on other examples raises an error. It must have no side effects.
-            `private.compiled()` uses the same loss.
+            computation between the loader and the losses, such as a normalisation of the inputs, and no side effects.
+            Before the first releases it runs some dozens of times on batches with examples replaced, reordered, removed
+            and collated again. A loss that depends on other examples raises an error. `private.compiled()` uses it too.
         rank_timeout: on several ranks, the number of seconds after which a rank stops waiting for the others and
             raises `DistributedError`; 600 by default. It must be longer than the slowest step.
 
@@ -182,7 +181,6 @@ def make_private(
     fetcher = Fetcher(dataset, collate_fn)
     records = fetcher.dataset_size
     users = None if group is None else _users(group, strategy)
-    _require_records(dataset, records, batch_size)
     scheme = make_scheme(
         sampling,
         records if users is None else users.units(records),
@@ -197,7 +195,7 @@ def make_private(
     require_whole_blocks(scheme.sampling, strategy, draws.unit)
     planned = planned_steps(epochs, steps, scheme)
     delta = delta_of(delta, epsilon, scheme.dataset_size)
-    target = Target(epsilon, delta, planned, noise_multiplier)
+    target = PrivacyTarget(epsilon, delta, planned, noise_multiplier)
     if observer.current() is not None:  # an audited run keeps no files
         ledger = resume_file = None
     held = ranks.from_rank_0(lambda: _held(ledger))
@@ -298,38 +296,26 @@ def _draws(scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy
 
 
 def _views(multiplicity: object, augmentation: Views | None, strategy: Strategy) -> Views | None:
-    multiplicity = plain(multiplicity)
-    if isinstance(multiplicity, bool) or not isinstance(multiplicity, int) or multiplicity < 1:
-        raise ConfigurationError(
-            f"augmentation_multiplicity={multiplicity!r} is not possible: give a whole number of at least 1, or "
-            "augmentation=clipwise.augment.Views(K, ...)."
-        )
+    count = whole("augmentation_multiplicity", multiplicity, least=1)
     if augmentation is None:
-        views = None if multiplicity == 1 else Views(multiplicity)
+        if count == 1:
+            return None
+        augmentation = Views(count)
     elif not isinstance(augmentation, Views):
         raise ConfigurationError(
             f"augmentation must be clipwise.augment.Views(K, ...), not {type(augmentation).__name__}. "
             "augmentation_multiplicity=K repeats each row K times."
         )
-    elif multiplicity != 1:
+    elif count != 1:
         raise ConfigurationError("Give augmentation or augmentation_multiplicity, not both: Views(K, ...) holds K.")
-    else:
-        views = augmentation
-    if views is not None:
-        strategy.require_views()
-    return views
+    strategy.require_views()
+    return augmentation
 
 
 def _averages(ema: float | AveragedParameters | None, model: nn.Module) -> AveragedParameters | None:
     if ema is None or isinstance(ema, AveragedParameters):
         return ema
-    decay: object = plain(ema)
-    number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
-    if not (number and 0 <= ema < 1):
-        raise ConfigurationError(
-            f"ema must be a number of at least 0 and below 1, such as 0.999, or an AveragedParameters, not {ema!r}."
-        )
-    return AveragedParameters(model, float(ema))
+    return AveragedParameters(model, number("ema", ema, least=0, below=1))
 
 
 def _users(group: Any, strategy: Strategy) -> ByUser:
@@ -346,16 +332,6 @@ def _users(group: Any, strategy: Strategy) -> ByUser:
             "batch_size is the expected number of users per step. Leave microbatches out."
         )
     return ByUser(group)
-
-
-def _require_records(dataset: Any, records: int, batch_size: object) -> None:
-    """Raise for a data set that looks like columns and not records."""
-    batch_size = plain(batch_size)
-    if isinstance(dataset, (list, tuple)) and isinstance(batch_size, int) and batch_size > records:
-        raise ConfigurationError(
-            f"dataset is a {type(dataset).__name__} of {records} entries, fewer than batch_size={batch_size}. If they "
-            "are the columns of a data set, give TensorDataset(x, y)."
-        )
 
 
 def _require_whole_microbatches(limit: int, strategy: Strategy, draws: Draws, records: int) -> None:

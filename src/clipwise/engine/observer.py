@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from clipwise.noise.key import NoiseKey
-from clipwise.sampling.base import Indices, Scheme
+from clipwise.sampling.base import Indices
 
 if TYPE_CHECKING:
     from clipwise.engine.context import StepContext
@@ -60,22 +60,3 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observer.reset(token)
-
-
-class ObservedScheme:
-    """A scheme with an observer that may remove units from its draws."""
-
-    has_random_size = True  # the observer may remove a whole batch
-
-    def __init__(self, scheme: Scheme, kept: Callable[[Indices], Indices]) -> None:
-        self._scheme, self._kept = scheme, kept
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheme, name)
-
-    def __repr__(self) -> str:
-        return repr(self._scheme)
-
-    def draw(self, step_secret: bytes, epoch_secret: bytes, slot: int) -> Indices:
-        """The scheme's draw without the removed units."""
-        return self._kept(self._scheme.draw(step_secret, epoch_secret, slot))

@@ -1,17 +1,20 @@
-"""Pieces of a batch: cut to a constant number of examples, and padded with repeated rows of weight 0.
+"""Pieces of a batch: cut to a constant size, padded with repeated rows of weight 0; and their bounded sums.
 
 Legend: B examples of a piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipwise.engine.context import StepContext
+from clipwise.errors import StepError
 from clipwise.sampling.batch_structure import map_tensors, tensors_in
+from clipwise.validation.step_guard import require_losses
 
 
 class FixedRows:
@@ -46,15 +49,52 @@ class FixedRows:
         self.real_B[count:] = False
 
 
-def pieces_of(batch: Sequence[Any], count: int, size: int) -> Iterator[tuple[Sequence[Any], int]]:
-    """The rows of a batch, at most `size` at a time."""
-    if count <= size:
-        if count:
-            yield batch, count
+def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
+    """One loss per example: the mean over its views."""
+    views = context.plan.views
+    is_whole = context.strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
+    if views is None or is_whole:
+        return losses
+    if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
+        raise StepError(
+            "losses must have one entry for each row of the batch from private.loader: with augmentation_multiplicity "
+            f"there are {views.count} rows per example. private.step takes their mean."
+        )
+    return views.mean(losses)
+
+
+def clipped_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], size: int
+) -> dict[str, Tensor]:
+    """The bounded sum of the rows of `size` examples, computed eagerly with a loss that clipwise calls."""
+    losses = over_views(context, loss(*rows), size)
+    losses = require_losses(losses, size, context.strategy.is_coupled)
+    return context.clipper.clipped_sum(losses)
+
+
+def padded_rows(
+    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], real_B: Tensor
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """`clipped_rows` for rows of which some are padding, without waiting for the device.
+
+    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
+    """
+    is_coupled, size = context.strategy.is_coupled, len(real_B)
+    with context.clipper.putting_aside() as aside:
+        losses = require_losses(over_views(context, loss(*rows), size), size, is_coupled)
+        clipped = context.clipper.clipped_sum(losses, None if is_coupled else real_B)
+    return clipped, aside.happened()
+
+
+def pieces_of(batch: Sequence[Any], count: int, size: int, views: int) -> Iterator[tuple[Sequence[Any], int]]:
+    """The rows of `count` examples, at most `size` examples at a time, and the number of examples in each piece."""
+    if 0 < count <= size:
+        yield batch, count
         return
     for start in range(0, count, size):
-        end = min(start + size, count)
-        yield map_tensors(lambda t, s=start, e=end: t[s:e] if t.dim() else t, batch), end - start  # type: ignore[misc]
+        rows = slice(start * views, (start + size) * views)
+        piece = map_tensors(lambda t, rows=rows: t[rows] if t.dim() else t, batch)  # type: ignore[misc]
+        yield piece, min(size, count - start)
 
 
 def count_of(batch: Sequence[Any]) -> int:

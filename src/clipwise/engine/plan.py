@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from clipwise import accounting
 from clipwise.clipping import Clipper, Strategy
-from clipwise.distributed.layouts import Layout
+from clipwise.distributed.layouts import ModelLayout
 from clipwise.distributed.ranks import OneRank
 from clipwise.errors import ConfigurationError, warn
 from clipwise.layers.public_statistics import AllPublicStatistics
@@ -26,6 +26,7 @@ from clipwise.privacy import SUPPORTED, Adjacency, Event, Part, Sampling, Unit
 from clipwise.sampling.augmentation import Views
 from clipwise.sampling.base import Scheme
 from clipwise.sampling.microbatches import Cut
+from clipwise.validation.arguments import number, one_of, whole
 from clipwise.validation.first_batches import Loss
 
 # Far beyond any use; their squares fit into float32.
@@ -63,7 +64,7 @@ class Plan:
     probe: bool
     changed_before: list[str]
     ranks: OneRank
-    layout: Layout
+    layout: ModelLayout
     loss: Loss | None = None
 
 
@@ -82,7 +83,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Target:
+class PrivacyTarget:
     """The privacy of a run: a budget for the planned steps, or a noise multiplier."""
 
     epsilon: float | None
@@ -102,37 +103,23 @@ class Target:
         z, epsilon = self.noise_multiplier, self.epsilon
         if (z is None) == (epsilon is None):
             raise ConfigurationError("Give either epsilon (with delta) or noise_multiplier, and not both.")
-        if z is not None:
-            if not (_is_number(z) and (z == 0 or _LEAST_NOISE <= z <= _MOST_NOISE)):
-                raise ConfigurationError(
-                    f"noise_multiplier must be a number >= 0 (0, or from {_LEAST_NOISE:g} to {_MOST_NOISE:g}), not "
-                    f"{z!r}."
-                )
-            return float(z)
-        if not (_is_number(epsilon) and math.isfinite(epsilon) and epsilon > 0):
-            raise ConfigurationError(f"epsilon must be a positive number, not {epsilon!r}.")
+        if epsilon is None:
+            z = number("noise_multiplier", z, least=0, most=_MOST_NOISE)
+            return z if z == 0 else number("noise_multiplier", z, least=_LEAST_NOISE)
+        epsilon = number("epsilon", epsilon, above=0)
         if self.planned is None:
             raise ConfigurationError("epsilon needs epochs or steps: the noise is calibrated for them.")
         held.require_fitting(event, epsilon, self.delta)
-        found = held.noise_for(event, self.planned, float(epsilon), self.delta)
-        if found is not None:
-            return found
-        return accounting.smallest_noise(event, self.planned, float(epsilon), self.delta)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        found = held.noise_for(event, self.planned, epsilon, self.delta)
+        return accounting.smallest_noise(event, self.planned, epsilon, self.delta) if found is None else found
 
 
 def adjacency_of(adjacency: str | Adjacency | None, sampling: Sampling) -> Adjacency:
     """The neighbouring relation: as given, or the default of the sampling scheme."""
     if adjacency is None:
         return SUPPORTED[sampling][0]
-    try:
-        return Adjacency(adjacency)
-    except ValueError:
-        known = ", ".join(repr(str(a)) for a in Adjacency)
-        raise ConfigurationError(f"adjacency={adjacency!r} is not known: use one of {known}.") from None
+    found: Adjacency = one_of("adjacency", adjacency, Adjacency)
+    return found
 
 
 def require_for_a_run(adjacency: Adjacency, sampling: Sampling) -> None:
@@ -173,11 +160,10 @@ def require_whole_blocks(sampling: Sampling, strategy: Strategy, unit: Unit) -> 
 
 def noise_kind_of(noise: object) -> str:
     """The kind of noise. Raises if its optional package is missing."""
-    if not isinstance(noise, str) or noise not in ("standard", "secure"):
-        raise ConfigurationError(f"noise={noise!r} is not known: use 'standard' or 'secure'.")
-    if noise == "secure":
+    kind: str = one_of("noise", noise, ("standard", "secure"))
+    if kind == "secure":
         require_cipher()
-    return str(noise)
+    return kind
 
 
 def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> int | None:
@@ -185,12 +171,8 @@ def planned_steps(epochs: float | None, steps: int | None, scheme: Scheme) -> in
     if epochs is not None and steps is not None:
         raise ConfigurationError("Give epochs or steps, not both.")
     if epochs is not None:
-        if not (_is_number(epochs) and math.isfinite(epochs) and epochs > 0):
-            raise ConfigurationError(f"epochs must be a positive number, not {epochs!r}.")
-        return math.ceil(epochs * scheme.steps_per_epoch)
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ConfigurationError(f"steps must be a positive whole number, not {steps!r}.")
-    return steps
+        return math.ceil(number("epochs", epochs, above=0) * scheme.steps_per_epoch)
+    return None if steps is None else whole("steps", steps, least=1)
 
 
 def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
@@ -199,8 +181,7 @@ def delta_of(delta: float | None, epsilon: float | None, size: int) -> float:
         if epsilon is not None:
             raise ConfigurationError("epsilon needs delta: give both, for instance delta=1e-5.")
         return min(1e-5, 0.1 / size)
-    if not (_is_number(delta) and 0 < delta < 1):
-        raise ConfigurationError(f"delta must lie in (0, 1), not {delta!r}.")
+    delta = number("delta", delta, above=0, below=1)
     if delta >= 1 / size:
         warn(
             f"delta={delta:g} is not below 1/N={1 / size:g}: a mechanism that publishes a random record "

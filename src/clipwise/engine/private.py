@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from html import escape
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from clipwise.engine import describe, resume
 from clipwise.engine import step as pipeline
 from clipwise.engine.compiled import CompiledStep
 from clipwise.engine.context import StepContext
-from clipwise.engine.observer import ObservedScheme
 from clipwise.engine.plan import Plan
 from clipwise.errors import ConfigurationError, StepError
 from clipwise.ledger import multi_run
@@ -31,7 +30,6 @@ from clipwise.optim.averaging import AveragedParameters
 from clipwise.privacy import Part, Spent
 from clipwise.report.statement import Statement
 from clipwise.sampling import generators
-from clipwise.sampling.base import Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.loader import PrivateLoader
 from clipwise.validation import training_loop
@@ -55,13 +53,14 @@ class Private:
         self._spent_cache: dict[tuple[int, float, str], float] = {}
         watch = context.observer
         self.loader = context.loader = PrivateLoader(
-            plan.scheme if watch is None else cast(Scheme, ObservedScheme(plan.scheme, partial(watch.kept, context))),
+            plan.scheme,
             Fetcher(plan.dataset, plan.collate_fn),
-            context.secrets_ahead,
+            partial(pipeline.secrets_ahead, context),
             cut=plan.cut,
             prepare=partial(pipeline.hand_out, context),
             rank=context.layout.share[0],
             ranks=context.layout.share[1],
+            kept=None if watch is None else partial(watch.kept, context),
             **plan.loader_options,
         )
         context.step_hooks = pipeline.watch_steps(context)
@@ -72,11 +71,16 @@ class Private:
     # ----------------------------------------------------------------- the step
 
     def step(self, losses: Tensor | None, outputs: Tensor | None = None) -> bool:
-        """`backward(losses)`, then `optimizer.step()` when the batch is complete.
+        """Take a private step: `backward(losses)` and, when the batch is complete, `optimizer.step()`.
 
-        Returns whether the optimizer stepped: False after a piece that is not the last of its batch.
+        Args:
+            losses: one loss for each example of the last batch of `loader`, or None for an empty batch; see `backward`.
+            outputs: the model's outputs; only `Lipschitz` needs them.
+
+        Returns:
+            Whether the optimizer stepped: False after a piece that is not the last of its batch.
         """
-        return pipeline.update(self._context, pipeline.backward(self._context, losses, outputs))
+        return pipeline.step(self._context, losses, outputs)
 
     def step_local_update(self, batch: Any) -> bool:
         """`step` for a strategy with a `local_update`, which is called on the batch.
@@ -125,7 +129,7 @@ class Private:
         same random numbers.
         """
         context = self._context
-        context.require_open()
+        pipeline.require_open(context)
         if not self.loader.is_awaiting:
             raise StepError(
                 "private.randomness() draws from the key of one step: use it inside the loop over private.loader, "
@@ -234,7 +238,7 @@ class Private:
             raise ConfigurationError("This run keeps no averages: give make_private(..., ema=0.999).")
         if not averages.is_applied:
             self._context.layout.reshard()
-            self._context.follow_update()
+            pipeline.follow_update(self._context)
         return averages
 
     def on_limit(self) -> dict[str, bool]:
@@ -279,7 +283,7 @@ class Private:
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigurationError("reason must be a text that describes what was changed, and from what.")
         context = self._context
-        context.require_open()
+        pipeline.require_open(context)
         context.require_loaded()
         context.ledger.declare(context.tag, kind, " ".join(reason.split()))
         context.weights.accept()

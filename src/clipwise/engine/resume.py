@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from clipwise.deprecation import current_names, current_strategy
 from clipwise.engine import checkpoint, describe, fingerprint
 from clipwise.engine.context import StepContext
-from clipwise.engine.step import count_broken_step, reporting_failures
-from clipwise.errors import CheckpointError, LedgerError, StepError, warn
+from clipwise.engine.step import charge_alone, follow_update, reporting_failures, require_open, require_own_weights
+from clipwise.errors import BudgetExhausted, CheckpointError, LedgerError, StepError, warn
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Sampling
 from clipwise.validation.arguments import plain
@@ -18,7 +19,7 @@ from clipwise.validation.arguments import plain
 def state_dict(context: StepContext) -> dict[str, Any]:
     """Optimizer, accountant, configuration and position, in plain types. It holds no secret."""
     ledger, weights, averages = context.ledger, context.weights, context.plan.averages
-    context.require_own_weights()
+    require_own_weights(context)
     context.layout.reshard()
     if weights.verify(looks_inside=True):
         raise StepError(
@@ -26,7 +27,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
             "those of this run. Save private.state_dict() before you change the model."
         )
     if averages is not None:
-        context.follow_update()
+        follow_update(context)
     state: dict[str, Any] = {
         "format": checkpoint.FORMAT,
         "run": ledger.run,
@@ -54,7 +55,7 @@ def state_dict(context: StepContext) -> dict[str, Any]:
 def load_state_dict(context: StepContext, state: Mapping[str, Any]) -> None:
     """Continue from a checkpoint: with its own secrets if nothing has changed since, else with fresh ones."""
     ledger, averages, keys = context.ledger, context.plan.averages, context.keys
-    context.require_open()
+    require_open(context)
     context.layout.reshard()
     history = checkpoint.history_of(state)
     state = current_names(state)
@@ -116,7 +117,7 @@ def close(context: StepContext, error: BaseException | None) -> None:
     for hook in context.step_hooks:
         hook.remove()
     try:
-        count_broken_step(context, error)
+        _count_broken_step(context, error)
         is_begun = not context.must_load and context.made() > 0
         # A forked copy writes nothing: the run and its secrets belong to the other process.
         if is_begun and not key.is_forked:
@@ -130,6 +131,20 @@ def close(context: StepContext, error: BaseException | None) -> None:
         context.ledger.leave(context.tag, context, is_verified)
     if weights.unverified is not None:
         raise StepError(weights.unverified)
+
+
+def _count_broken_step(context: StepContext, error: BaseException | None) -> None:
+    """Charge a batch that was drawn and not released, if an error occurred that its data may have caused."""
+    piece = context.loader.current
+    is_open = error is not None and piece is not None and not (piece.consumed and piece.last)
+    has_failed = context.in_step or context.loader.is_fetching or is_open
+    is_foreign = context.must_load or context.keys.key.is_forked or not context.ranks.is_first
+    if not has_failed or is_foreign or isinstance(error, BudgetExhausted):
+        return
+    # Nothing is released, so an exhausted budget is no error. A ledger that has failed counts its whole block.
+    with suppress(BudgetExhausted, LedgerError):
+        charge_alone(context)
+    context.ledger.doubt(context.tag)
 
 
 def _close_together(context: StepContext) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline of a private step, shared by eager and compiled steps.
+"""The pipeline of a private step on a `StepContext`, shared by eager and compiled steps.
 
     sample -> clip -> record -> noise -> update
 
@@ -6,14 +6,13 @@
     backward  clip: from losses to the bounded sum of a piece; `gather` adds up the pieces of a batch
     release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and learned values
     update    the optimizer steps on the released gradient
-
-All state is in the `StepContext`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import ref
@@ -23,19 +22,19 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from clipwise.clipping.contrib.sparse import without
-from clipwise.distributed import followers
-from clipwise.distributed.ranks import digest_of
-from clipwise.engine import describe
 from clipwise.engine.context import StepContext
-from clipwise.errors import BudgetExhausted, LedgerError, StepError
+from clipwise.engine.pieces import over_views
+from clipwise.engine.record import charge_on_rank_0, describe_run
+from clipwise.errors import StepError
 from clipwise.gradients.outline import explain
-from clipwise.ledger import crash_points, multi_run
+from clipwise.ledger import crash_points
 from clipwise.noise.mechanism import noised_sums, write_gradients
 from clipwise.optim.averaging import add_penalty
 from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
-from clipwise.validation import step_inputs, training_loop
+from clipwise.validation import training_loop
 from clipwise.validation.first_batches import recommend_check
+from clipwise.validation.step_guard import require_losses
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,10 +57,17 @@ def reporting_failures(function: Callable[Concatenate[StepContext, P], T]) -> Ca
 # ------------------------------------------------------------------- sample
 
 
+def secrets_ahead(context: StepContext) -> Iterator[tuple[bytes, bytes, int]]:
+    """The sampling secrets of the coming steps. Called for every new iterator of the loader."""
+    require_open(context)
+    training_loop.require_same_ranks(context.ranks.count)
+    return context.keys.ahead()
+
+
 @reporting_failures
 def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
     """The rows that the loader yields for a piece, marked for the independence probe, with their random views."""
-    context.require_open()
+    require_open(context)
     if context.must_load:
         context.require_loaded()
     layout, is_first = context.layout, piece.index_in_batch == 0
@@ -69,27 +75,49 @@ def hand_out(context: StepContext, batch: Any, piece: Piece) -> Any:
         layout.require_piece(piece.size)
         if is_first:
             layout.reshard()
-    training_loop.require_same_ranks(context.ranks.count)
     context.guard.before_draw()
-    context.loop.draws_from_key = False
-    weights = context.weights
-    clipper = context.clipper
+    weights, clipper = context.weights, context.clipper
     moves_weights = clipper.moves_weights or bool(clipper.adapts and clipper.frozen)
     weights.before_draw(moves_weights)
-    context.follow_update()
+    follow_update(context)
     if moves_weights:
         weights.state.take()  # weights were clipped, or frozen entries restored
     if layout.is_sharded and is_first:
         context.ranks.exchange("draw", check=piece.check)
         layout.unshard()
-    is_tested = any(test.is_pending for test in context.tests)
-    context.handed = viewed(context, batch, piece) if is_tested else None
-    if context.plan.loss is not None and is_tested:
-        arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
-        context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
+    context.handed = None
+    if any(test.is_pending for test in context.tests):
+        context.handed = viewed(context, batch, piece)
+        if context.plan.loss is not None:
+            arrangements = partial(context.loader.fetcher.arrangements, piece.indices)
+            context.tests[0].examine(context.handed, piece.size, context.which(piece), arrangements)
+            context.guard.before_draw()  # the first pass may have made layers
+    context.loop.draws_from_key = False
     context.guard.remember(batch)
     # Marked before the views are drawn, so that gradients at the inputs are per example.
     return viewed(context, batch if context.independence is None else context.independence.mark(batch), piece)
+
+
+def require_open(context: StepContext) -> None:
+    """Raise for a closed run, a forked copy of a run, and inside `private.ema.applied()`."""
+    if context.weights.is_closed:
+        raise StepError("This private run is closed: make a new one to continue.")
+    if context.process != os.getpid():
+        raise StepError(
+            "This private run belongs to the process that this one was forked from. A step here would add the noise of "
+            "a step there to another sum: make the private run in the process that trains."
+        )
+    require_own_weights(context)
+
+
+def require_own_weights(context: StepContext) -> None:
+    """Raise if the model currently holds the averages instead of its weights."""
+    if context.plan.averages is not None and context.plan.averages.is_applied:
+        raise StepError(
+            "This is inside a block of private.ema.applied(), which restores the model's own weights at its end: an "
+            "update would be lost, and a checkpoint would hold the averages instead of the weights. Train and save "
+            "outside of it."
+        )
 
 
 def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
@@ -103,24 +131,34 @@ def viewed(context: StepContext, batch: Any, piece: Piece) -> Any:
 # --------------------------------------------------------------------- clip
 
 
+def step(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
+    """`backward`, then `update` after the last piece of a batch. Returns whether the optimizer stepped."""
+    return update(context, backward(context, losses, outputs))
+
+
 @reporting_failures
 def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None) -> bool:
     """Compute the bounded sum of a piece from its losses; release after the last piece. Returns whether it released."""
-    context.require_open()
+    require_open(context)
     piece = context.loader.awaited()
     strategy, clipper, observer = context.strategy, context.clipper, context.observer
     if strategy.has_local_update:
         context.require_no_local_update("private.step")
     if losses is None:
-        step_inputs.require_empty(piece.size)
+        if piece.size:
+            raise StepError(
+                "losses is None, and the last batch of private.loader is not empty. Give one loss per example: only an "
+                "empty batch needs none."
+            )
         begin(context, piece)
         if observer is not None:
             observer.losses(context, piece, torch.zeros(0))
         return gather(context, piece, context.clipper.nothing())
     if not (context.tests or strategy.is_coupled or observer):
         recommend_check()
-    losses = over_views(context, losses, piece.size)
-    losses = step_inputs.require_losses(losses, piece.size, strategy.is_coupled)
+    if context.plan.views is not None:
+        losses = over_views(context, losses, piece.size)
+    losses = require_losses(losses, piece.size, strategy.is_coupled)
     begin(context, piece)
     if not context.is_described:
         training_loop.require_no_loss_scaling(losses)
@@ -141,7 +179,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
 @reporting_failures
 def backward_local_update(context: StepContext, batch: Any) -> bool:
     """`backward` for a strategy with a local update, which computes the bounded sum from the batch."""
-    context.require_open()
+    require_open(context)
     piece = context.loader.awaited()
     if not context.strategy.has_local_update:
         raise StepError(
@@ -151,45 +189,8 @@ def backward_local_update(context: StepContext, batch: Any) -> bool:
     begin(context, piece)
     clipped = context.clipper.clipped_update(batch) if piece.size else context.clipper.nothing()
     context.guard.before_step()  # the local update must only change its copy of the model
+    context.weights.released.require_own()
     return gather(context, piece, clipped)
-
-
-def over_views(context: StepContext, losses: Tensor, size: int) -> Tensor:
-    """One loss per example: the mean over its views."""
-    views = context.plan.views
-    is_whole = context.strategy.is_coupled and isinstance(losses, Tensor) and losses.dim() == 0
-    if views is None or is_whole:
-        return losses
-    if not isinstance(losses, Tensor) or losses.shape != (size * views.count,):
-        raise StepError(
-            "losses must have one entry for each row of the batch from private.loader: with augmentation_multiplicity "
-            f"there are {views.count} rows per example. private.step takes their mean."
-        )
-    return views.mean(losses)
-
-
-def clipped_rows(
-    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], count: int
-) -> dict[str, Tensor]:
-    """The bounded sum of some rows of a batch, computed eagerly with a loss that clipwise calls."""
-    size = count // context.views
-    losses = over_views(context, loss(*rows), size)
-    losses = step_inputs.require_losses(losses, size, context.strategy.is_coupled)
-    return context.clipper.clipped_sum(losses)
-
-
-def padded_rows(
-    context: StepContext, loss: Callable[..., Tensor], rows: Sequence[Any], real_B: Tensor
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """`clipped_rows` for rows of which some are padding, without waiting for the device.
-
-    The second result is whether a rare case happened (gradients/precision.py), on the device. Then the sum is invalid.
-    """
-    is_coupled, size = context.strategy.is_coupled, len(real_B)
-    with context.clipper.putting_aside() as aside:
-        losses = step_inputs.require_losses(over_views(context, loss(*rows), size), size, is_coupled)
-        clipped = context.clipper.clipped_sum(losses, None if is_coupled else real_B)
-    return clipped, aside.happened()
 
 
 def begin(context: StepContext, piece: Piece) -> None:
@@ -222,7 +223,7 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
             )
         for name, gathered in total.items():
             gathered += clipped.pop(name)  # frees its memory
-    context.loader.consume()
+    piece.consumed = True
     if not piece.last:
         context.partial = total, bounds
         context.in_step = False
@@ -285,42 +286,17 @@ def release(
 
 
 def charge(context: StepContext, check: int = 0) -> None:
-    """Charge the ledger for a release before any of it is visible. Describe the run in the ledger first if needed.
-
-    Rank 0 charges, and every other rank waits until the charge is durable.
-    """
-    ranks, ledger, loop = context.ranks, context.ledger, context.loop
-    if ranks.count == 1:
+    """Charge the ledger for a release before any of it is visible. On several ranks the others wait for rank 0."""
+    if context.ranks.count > 1:
+        charge_on_rank_0(context, check)
+    else:
         charge_alone(context)
-        return
-    note: Any = None
-    if ranks.is_first:
-        before = len(ledger.about)
-        charge_alone(context)
-        note = [dict(entry) for entry in ledger.about[before:]]
-    elif not context.is_described:
-        note = [loop.draws, loop.follows_metric]
-    notes = followers.exchanged(ranks, note, digest_of(check, context.parts))
-    if ranks.is_first:
-        for found in filter(None, notes[1:]):
-            if loop.merge(*found):
-                context.is_described = False
-        return
-    for entry in notes[0] or ():
-        ledger.describe(entry)
-    context.is_described, context.described_strategy = True, describe.public_strategy(context)
-    context.keys.is_new = False
-    ledger.charge(context.event, context.tag)  # rank 0 has compared it with the budget
 
 
 def charge_alone(context: StepContext) -> None:
     """`charge` without the other ranks."""
     if not context.is_described:
-        if context.keys.is_new:
-            multi_run.require_unused(context.keys.key.id, context.ledger)
-        context.ledger.describe(describe.about(context).to_dict())
-        context.is_described, context.described_strategy = True, describe.public_strategy(context)
-        context.keys.is_new = False
+        describe_run(context)
     context.ledger.charge(context.event, context.tag, context.plan.budget)
 
 
@@ -374,11 +350,32 @@ def update(context: StepContext, is_released: bool = True, step: Callable[[], ob
     try:
         (step or context.optimizer.step)()
         weights.released.remember()
-        context.follow_update(has_stepped=True)  # so that the model is ready for evaluation
+        follow_update(context, has_stepped=True)  # so that the model is ready for evaluation
     finally:
         weights.state.is_updating = False
         weights.state.take()
     return True
+
+
+def follow_update(context: StepContext, has_stepped: bool = False) -> None:
+    """Update what depends on the released weights: public statistics, bounds, noise, averages.
+
+    `has_stepped` is whether an optimizer has just updated the weights with a released gradient. Only then the
+    averages are updated. (Fused optimizers do not increase torch's version counters.)
+    """
+    clipper, statistics, averages = context.clipper, context.plan.public_statistics, context.plan.averages
+    if clipper.adapts:
+        clipper.settle()
+    is_new = not context.is_followed
+    is_updated = is_new or has_stepped
+    context.is_followed |= has_stepped
+    if statistics is not None:
+        statistics.refresh(force=is_updated)
+    if clipper.adapts:
+        context.follow_weights(is_updated)
+    if is_new and has_stepped and averages is not None:
+        averages.update()
+        context.weights.average_updates += 1
 
 
 def watch_steps(context: StepContext) -> list[RemovableHandle]:
@@ -391,20 +388,12 @@ def watch_steps(context: StepContext) -> list[RemovableHandle]:
             found.weights.before_user_step(has_closure=closure is not None)
 
     def after(*_: object) -> None:
-        if (found := watching()) is not None and not found.weights.state.is_updating:
-            found.after_user_step()
+        if (found := watching()) is None or found.weights.state.is_updating:
+            return
+        if found.weights.after_user_step():
+            follow_update(found, has_stepped=True)
+            found.weights.state.take()
+        elif found.plan.public_statistics is not None:
+            found.plan.public_statistics.refresh(force=True)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-
-
-def count_broken_step(context: StepContext, error: BaseException | None) -> None:
-    """Charge a batch that was drawn and not released, if an error occurred that its data may have caused."""
-    is_open = error is not None and context.loader.has_open_batch
-    has_failed = context.in_step or context.loader.is_fetching or is_open
-    is_foreign = context.must_load or context.keys.key.is_forked or not context.ranks.is_first
-    if not has_failed or is_foreign or isinstance(error, BudgetExhausted):
-        return
-    # Nothing is released, so an exhausted budget is no error. A ledger that has failed counts its whole block.
-    with suppress(BudgetExhausted, LedgerError):
-        charge_alone(context)
-    context.ledger.doubt(context.tag)

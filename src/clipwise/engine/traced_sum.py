@@ -19,7 +19,7 @@ from torch import Tensor
 from clipwise.engine import inductor, pinned, step
 from clipwise.engine.captured import bounds_of, state_of
 from clipwise.engine.context import StepContext
-from clipwise.engine.pieces import FixedRows, pieces_of
+from clipwise.engine.pieces import FixedRows, clipped_rows, padded_rows, pieces_of
 from clipwise.engine.tracing import trace
 from clipwise.gradients.precision import without_autocast
 from clipwise.sampling import generators
@@ -62,13 +62,13 @@ class TracedSum:
         self._assumed = self._assumes()
         self._names: list[str] = []
         for _ in range(_PASSES_BEFORE):  # layouts and rules are checked and stored for this kind of graph
-            step.clipped_rows(context, loss, self.rows.batch, size * context.views)
+            clipped_rows(context, loss, self.rows.batch, size)
         context.guard.before_step()  # checks the passes above
         traced = trace(self._flat, self._inputs, context.model)
         self.is_random, self.bounds = traced.is_random, bounds_of(context)
         self._tolerance = self._tolerance_of(traced.is_coarse)
         self._lifted = [t.detach() for t in traced.lifted]
-        self._run: inductor.Run = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
+        self._run: inductor.CompiledRun = traced.graph if run_by_torch else inductor.compiled(traced, self._inputs)
         self._agreed = self._tried = 0
         self.slower = 0.0
 
@@ -76,7 +76,7 @@ class TracedSum:
         """The traced function: rows and `real_B` to sums and the flag."""
         given = iter(inputs)
         batch = map_tensors(lambda _: next(given), self.rows.batch)
-        sums, rare = step.padded_rows(self._context, self._loss, batch, inputs[-1])
+        sums, rare = padded_rows(self._context, self._loss, batch, inputs[-1])
         self._names = list(sums)
         rare = torch.zeros((), dtype=torch.bool, device=self._device) if rare is None else rare
         return [*sums.values(), rare]
@@ -111,15 +111,14 @@ class TracedSum:
             sums, rare = self.run()
             if not bool(rare):
                 return sums
-        found = step.clipped_rows(self._context, self._loss, rows, count * self._context.views)
+        found = clipped_rows(self._context, self._loss, rows, count)
         self._context.guard.before_step()  # checks the pass above
         return found
 
     def cut(self, batch: Sequence[Any], count: int) -> Iterator[tuple[Sequence[Any], int]]:
         """A piece in parts of at most the size of the graph. A microbatch is not cut."""
-        views, size = self._context.views, max(count, self.rows.size) if self._is_coupled else self.rows.size
-        for rows, length in pieces_of(batch, count * views, size * views):
-            yield rows, length // views
+        size = max(count, self.rows.size) if self._is_coupled else self.rows.size
+        return pieces_of(batch, count, size, self._context.views)
 
     def compare(self, batch: Sequence[Any], count: int) -> str | None:
         """Compare with eager sums on a piece that is drawn and not used yet. Returns what is wrong, or None."""
@@ -150,8 +149,8 @@ class TracedSum:
 
     def _eager(self, rows: Sequence[Any], count: int) -> Sums:
         if self.is_random:  # the padding draws random numbers as well
-            return step.padded_rows(self._context, self._loss, self.rows.batch, self.rows.real_B)[0]
-        return step.clipped_rows(self._context, self._loss, rows, count * self._context.views)
+            return padded_rows(self._context, self._loss, self.rows.batch, self.rows.real_B)[0]
+        return clipped_rows(self._context, self._loss, rows, count)
 
     @contextmanager
     def _same_random_numbers(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 The trace runs on tensors without memory (fake tensors), so no value of a batch can become a constant of the graph.
 Every tensor that existed before, such as a parameter, a buffer or a tensor that a loss refers to, is an input of the
-graph: later changes of its values are seen. What cannot be traced raises `TraceError` with the reason:
+graph, so later changes of its values take effect. What cannot be traced raises `TraceError` with the reason:
 
 - code that reads a value (`.item()`, a branch on a tensor, `nonzero`), because its result would stay what it was;
 - a forward pass that changes such a tensor in place;

@@ -185,8 +185,7 @@ def keep_bytes(devices: set[torch.device]) -> int:
 def joined(name: str, parameter: torch.nn.Parameter, uses: list[Contribution]) -> Contribution:
     """One contribution from several uses of a parameter, or from one use with a path that is not isometric."""
     if all(c.path.isometric for c in uses):
-        forms = [_upright(c) for c in uses]
-        form = _side_by_side([f for f in forms if f is not None]) if None not in forms else None
+        form = _side_by_side(uses)
         if form is not None:
             return Contribution(form, Path.identity(name, parameter))
     return written_out(name, parameter, parameter.dtype, uses)
@@ -213,37 +212,37 @@ def _piece(parameter: torch.nn.Parameter, dtype: torch.dtype) -> int | None:
     return max(1, _CACHED_BYTES // max(1, bytes_of(1, parameter.shape, dtype)))
 
 
-def _upright(c: Contribution) -> Form | None:
-    """The form with respect to the parameter itself, if the path is empty or a transpose."""
-    if c.path.steps == ():
-        return c.form
-    if c.path.steps == (TRANSPOSE,) and isinstance(c.form, Outer):
-        return Outer(c.form.right, c.form.left)
-    return None
+def _factors(c: Contribution) -> tuple[Tensor, Tensor] | None:
+    """Both factors of a product, with respect to the parameter itself, if the path is empty or a transpose."""
+    if not isinstance(c.form, Outer):
+        return None
+    left, right = c.form.left, c.form.right
+    return {(): (left, right), _TRANSPOSE: (right, left)}.get(c.path.steps)
 
 
-def _side_by_side(forms: list[Form]) -> Form | None:
+def _side_by_side(uses: list[Contribution]) -> Form | None:
     """Concatenates the positions of products, and the entries of lookups, in one form of each kind."""
-    heads = [f for f in forms if isinstance(f, Head)]
-    outers = [f for f in forms if isinstance(f, Outer)]
-    rows = [f for f in forms if isinstance(f, Rows)]
-    if len(outers) + len(rows) < len(forms) or len({f.V for f in rows}) > 1:
-        if len(heads) == 1 and len(rows) == len(forms) - 1 and {f.V for f in rows} <= {heads[0].shape[0]}:
+    products = [factors for c in uses if (factors := _factors(c)) is not None]
+    others = [c.form for c in uses if not isinstance(c.form, Outer) and c.path.steps == ()]
+    if len(products) + len(others) < len(uses):
+        return None
+    heads = [f for f in others if isinstance(f, Head)]
+    rows = [f for f in others if isinstance(f, Rows)]
+    if len(rows) < len(others) or len({f.V for f in rows}) > 1:
+        if len(heads) == 1 and len(rows) == len(uses) - 1 and {f.V for f in rows} <= {heads[0].shape[0]}:
             return heads[0].with_rows(_one_table(rows)) if rows else heads[0]
         return None  # some index whole rows, others single entries
-    outer = _one_product(outers) if outers else None
+    outer = _one_product(products, uses) if products else None
     table = _one_table(rows) if rows else None
     if outer is None or table is None:
         return outer or table
     return Tied(outer, table) if outer.shape == table.shape and outer.shape[0] == table.V else None
 
 
-def _one_product(outers: list[Outer]) -> Outer:
-    if len(outers) == 1:
-        left, right = outers[0].left, outers[0].right
-    else:
-        left, right = (torch.cat(parts, 1) for parts in zip(*((f.left, f.right) for f in outers), strict=True))
-    return Outer(left, right, outers[0].shape, upright=True)
+def _one_product(factors: list[tuple[Tensor, Tensor]], uses: list[Contribution]) -> Outer:
+    left, right = factors[0] if len(factors) == 1 else (torch.cat(parts, 1) for parts in zip(*factors, strict=True))
+    upright = (c.form.shape for c in uses if isinstance(c.form, Outer) and c.path.steps == ())
+    return Outer(left, right, next(upright, None), upright=True)
 
 
 def _one_table(rows: list[Rows]) -> Rows:

@@ -23,7 +23,7 @@ from clipwise.gradients.walk import Graph, Place, output_shape
 from clipwise.kernels.tracing import is_tracing
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """Rows along `axis` have the owners of the rows along `inner` of an operation's operand, or of multiples of them.
 
     A tensor may have k rows for each row of the operand, or one for k: `fold` is "inner" if these k are neighbours,
@@ -74,12 +74,14 @@ def _operands(graph: Graph, index: int) -> dict[int, Place]:
     return {j: place for j, place in enumerate(inputs) if place[0] >= 0 and place[0] not in graph.plan.derived}
 
 
-def sources_of(graph: Graph, measured: Mapping[Place, list[Layout]]) -> tuple[dict[Place, frozenset[Source]], set[int]]:
+def sources_of(
+    graph: Graph, measured: Mapping[Place, list[Layout]]
+) -> tuple[dict[Place, frozenset[RowSource]], set[int]]:
     """For each place, the sources that give the owners that were measured there; and all nodes behind irregular rows.
 
     Behind rows in a data-dependent order, a layout that looks regular is so by chance.
     """
-    found: dict[Place, set[Source]] = {place: set() for place in measured}
+    found: dict[Place, set[RowSource]] = {place: set() for place in measured}
     moved: set[int] = set()
     for index in _movers(graph):
         outer = measured.get((index, 0))
@@ -96,7 +98,7 @@ def sources_of(graph: Graph, measured: Mapping[Place, list[Layout]]) -> tuple[di
             for place, layouts in measured.items():
                 if place[0] in region:
                     possible = (
-                        (each, Source(index, move.operand, inner, each.axis, fold))
+                        (each, RowSource(index, move.operand, inner, each.axis, fold))
                         for each in layouts
                         for fold in ("inner", "outer", "same")
                     )
@@ -114,7 +116,7 @@ def _owners(graph: Graph, index: int, move: Move, outer: Layout, axis: int) -> T
     return owner_N if bool(fits) else None
 
 
-def _explains(source: Source, owner_N: Tensor, layout: Layout) -> bool:
+def _explains(source: RowSource, owner_N: Tensor, layout: Layout) -> bool:
     """Whether a source gives the owners of a layout. Rows without a gradient agree with any."""
     owners, expected = layout.owners(owner_N.device), source.owners(owner_N, layout.size)
     if expected is None:
@@ -155,7 +157,7 @@ class Reading:
         graph: Graph,
         regular: Mapping[int, Mapping[int, Layout]],
         doubts: Mapping[int, Mapping[int, list[Layout]]],
-        sources: Mapping[Place, frozenset[Source]],
+        sources: Mapping[Place, frozenset[RowSource]],
     ) -> None:
         self._graph, self._doubts, self._sources = graph, doubts, sources
         self._found: dict[int, dict[int, Layout]] = {index: dict(each) for index, each in regular.items()}
@@ -196,7 +198,7 @@ class Reading:
             known[k] = self._by(source, shape[source.axis])
         return known[k]
 
-    def _fitting(self, sources: frozenset[Source], shape: torch.Size) -> Source:
+    def _fitting(self, sources: frozenset[RowSource], shape: torch.Size) -> RowSource:
         """The first source, if its rows can be folded in one way only."""
         first = min(sources)
         same = sorted(source for source in sources if source[:4] == first[:4])
@@ -206,7 +208,7 @@ class Reading:
             raise CannotRead("the rows may be folded in two ways")
         return folds[0]
 
-    def _owners_at(self, source: Source) -> Tensor:
+    def _owners_at(self, source: RowSource) -> Tensor:
         """The owners of the rows of the operand."""
         index, operand, inner, *_ = source
         key = index, operand, inner
@@ -218,7 +220,7 @@ class Reading:
             self._operands[key] = owner_N
         return self._operands[key]
 
-    def _by(self, source: Source, length: int) -> Ragged:
+    def _by(self, source: RowSource, length: int) -> Ragged:
         """The layout of so many rows with this source."""
         key = source[:3], source.fold, length
         if key not in self._ragged:

@@ -104,7 +104,7 @@ _AGREEING_BATCHES = 2
 _MOST_TRIES = 6  # with inconclusive examples
 
 
-class Entry(NamedTuple):
+class OutlineEntry(NamedTuple):
     """A place: an operation with its inputs, or a parameter's name.
 
     `cuts` records where the operation splits along the examples, if it does; or that it transposes a tensor made of
@@ -155,9 +155,9 @@ class Trust:
 
     _agreed: Counter[Operand] = field(default_factory=Counter)
     _tried: Counter[Operand] = field(default_factory=Counter)
-    settled: Plan | None = None  # all of its operands are trusted
+    settled: GraphPlan | None = None  # all of its operands are trusted
 
-    def open_in(self, plan: Plan) -> list[Operand]:
+    def open_in(self, plan: GraphPlan) -> list[Operand]:
         """The operands that are not yet trusted."""
         found = [Operand(use.index, j) for use in plan.uses for j in use.operands]
         found = [o for o in found if self._agreed[o] < _AGREEING_BATCHES and self._tried[o] < _MOST_TRIES]
@@ -173,7 +173,7 @@ class Outline:
     """The structure of one kind of graph. Outlines are equal if all entries are; the hash is cached."""
 
     def __init__(
-        self, entries: tuple[Entry, ...], output: int, cutting: tuple[int, ...], movers: tuple[int, ...]
+        self, entries: tuple[OutlineEntry, ...], output: int, cutting: tuple[int, ...], movers: tuple[int, ...]
     ) -> None:
         """`output`: which output of the last place the losses are. `cutting`: the places with `cuts` to compare.
 
@@ -187,9 +187,9 @@ class Outline:
         self.trust = Trust()
         # By sizes of an example at both ends: the largest batch that fits into memory, the smallest that does not.
         self.fits: dict[tuple[int, ...], tuple[float, float]] = {}
-        self.settled: Plan | None = None  # of graphs with known layouts
+        self.settled: GraphPlan | None = None  # of graphs with known layouts
         self._hash = hash((entries, output))
-        self._plan: Plan | None = None
+        self._plan: GraphPlan | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -210,14 +210,14 @@ class Outline:
                     taken[place].add(number)
         return [tuple(sorted(numbers)) for numbers in taken]
 
-    def plan(self, decided: Mapping[int, bool]) -> Plan:
+    def plan(self, decided: Mapping[int, bool]) -> GraphPlan:
         """The plan for given decisions about the open places."""
         if self._plan is None or self._plan.decided != decided:
-            self._plan = Plan(self, decided)
+            self._plan = GraphPlan(self, decided)
         return self._plan
 
 
-class Plan:
+class GraphPlan:
     """The uses and open places of an outline, and data for backward passes.
 
     Attributes:

@@ -5,7 +5,7 @@ TensorFloat-32 products, can exceed the bound by a per cent, and by more in a la
 sums in IEEE arithmetic, or fixes an error bound on its products in advance and states a sensitivity that includes it
 (clipping/per_example.py).
 
-`Rare` asks whether a rare event happened. An example that is not finite, or with positions that cancel, needs extra
+`Rare` checks whether a rare event happened. An example that is not finite, or with positions that cancel, needs extra
 work that hardly any batch needs. Checking for one makes the host wait for the device, and a captured step (compiled.py)
 cannot check at all. It defers the checks (`PutAside`), continues as if all were negative, and evaluates them before
 anything is released.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from clipwise.errors import warn
 from clipwise.gradients.outline import Outline
@@ -36,22 +37,23 @@ class ProbedWarning(UserWarning):
 
 @dataclass
 class Probing:
-    """Which of the last steps were probed, and where the layout could not be read."""
+    """Where the layout could not be read, and for each of the last steps whether it was probed.
+
+    In `recent` a step counts as "new" if it was probed because few graphs had its outline.
+    """
 
     unread: int | None = None
-    _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=_STEPS))
-    _new: deque[bool] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    recent: deque[bool | Literal["new"]] = field(default_factory=lambda: deque(maxlen=_STEPS))
     _seen: Counter[Outline] = field(default_factory=Counter)
     _is_reported: bool = False
 
-    def note(self, graph: Graph, *, was_probed: bool) -> None:
-        """Record one step."""
+    def note(self, graph: Graph) -> None:
+        """Record a step that is probed."""
         if self._is_reported or is_tracing():
             return
         self._seen[graph.outline] += 1
-        self._recent.append(was_probed)
-        self._new.append(self._seen[graph.outline] <= _AGREEING_BATCHES)
-        if len(self._recent) < _STEPS or 2 * sum(self._recent) <= _STEPS:
+        self.recent.append("new" if self._seen[graph.outline] <= _AGREEING_BATCHES else True)
+        if len(self.recent) < _STEPS or 2 * sum(map(bool, self.recent)) <= _STEPS:
             return
         self._is_reported = True
         self._seen.clear()
@@ -63,7 +65,7 @@ class Probing:
 
     def _reason(self, graph: Graph) -> str:
         index = next(iter(graph.outline.movers[-1:]), None) if self.unread is None else self.unread
-        if index is None or 2 * sum(self._new) > _STEPS:
+        if index is None or 2 * self.recent.count("new") > _STEPS:
             return _CHANGES
         name = node_name(graph.order[index])
         advice = _IN_PLACE if "CopySlices" in name or "AsStrided" in name else _BY_INDEX

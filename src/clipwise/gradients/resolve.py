@@ -6,19 +6,18 @@ trusted after two batches agreed, and probed again later. A graph in which data 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import log
 
 import torch
 from torch import Tensor
 
 from clipwise.errors import CoupledExamplesError, UnsupportedModelError
+from clipwise.gradients.growth import Growth
 from clipwise.gradients.layout import Layout, resized
-from clipwise.gradients.movers import Reading, Source, mover_places, sources_of
-from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, Outline, Plan
+from clipwise.gradients.movers import Reading, RowSource, mover_places, sources_of
+from clipwise.gradients.outline import LOOKUPS, ROW_MOVERS, GraphPlan, Outline
 from clipwise.gradients.probed_steps import Probing
 from clipwise.gradients.probing import Prober
 from clipwise.gradients.rules.registry import Begun, RuleDoesNotApply, begin, covers
@@ -38,8 +37,6 @@ from clipwise.kernels.tracing import is_tracing
 _AGREEING_BATCHES = 2
 _PROBE_AGAIN_AFTER = 256
 _MOST_SIGNATURES = 512
-_GROWN_BATCHES = 2
-_CERTAIN = 9 * log(10)  # nats; see Growth
 _SHARED_BUFFER = (
     "rows of all examples share one buffer, and the whole batch decides which row gets which slot, as in a mixture of "
     "experts with a capacity (GShard, Switch). When the buffer is full, the dropped rows of an example depend on the "
@@ -49,17 +46,17 @@ _SHARED_BUFFER = (
 
 
 @dataclass
-class Finding:
+class KnownLayouts:
     """The probe results for graphs with one outline."""
 
     carries_data: dict[int, bool]
     # At the uses and around the operations that can move rows. The first layout is used. The probes could not
     # distinguish the others from it.
     layouts: dict[Place, list[Layout]]
-    sources: dict[Place, frozenset[Source]] = field(default_factory=dict)  # for rows in a data-dependent order
+    sources: dict[Place, frozenset[RowSource]] = field(default_factory=dict)  # for rows in a data-dependent order
     agreed: int = 1
     used: int = 0
-    plan: Plan | None = None
+    plan: GraphPlan | None = None
     # The layouts for recent sizes.
     recalled: dict[tuple[int, tuple[torch.Size, ...]], Resolved] = field(default_factory=dict)
 
@@ -83,73 +80,10 @@ class Resolved:
 
 
 @dataclass
-class Growth:
-    """Whether a tensor grows with the batch. A tensor computed from parameters alone does not.
-
-    With dynamic padding it may have the padded length, which can be a multiple of a small batch size by chance. So
-    there are two criteria. Rows that data select from a table are no positions, and two changes of the batch size are
-    enough. For any other tensor, chance has to be excluded: a size that does not depend on the batch size takes the
-    sequence that was seen with a probability of at most exp(-entropy of the batch sizes), because different batch sizes
-    have different multiples. The longest record of a batch depends on the batch size a little, hence the wide margin.
-
-    `axes` holds the axes with a size that has been a constant multiple of the batch size so far.
-    """
-
-    axes: dict[int, float] | None = None
-    batch: int = 0
-    grown: int = 0
-    batches: Counter[int] = field(default_factory=Counter)
-    selection: Tensor | None = None
-    is_selected_by_data: bool = False
-
-    def observe(self, shape: torch.Size, batch: int, selection: Tensor | None = None) -> bool:
-        """Record one batch. True once the tensor has followed the batch size beyond chance.
-
-        Args:
-            shape: of the tensor.
-            batch: the batch size.
-            selection: the indices of its rows, if it consists of selected rows of a table.
-        """
-        ratios = {axis: size / batch for axis, size in enumerate(shape) if size and size % batch == 0}
-        is_new, self.batch = batch != self.batch, batch
-        if self.axes is None:
-            self.axes = ratios
-        else:
-            self.axes = {axis: r for axis, r in self.axes.items() if ratios.get(axis) == r}
-            self.grown += is_new
-        self.batches[batch] += 1
-        if not self.axes:
-            self.selection = None
-            return False
-        if selection is None:
-            return self._entropy() > _CERTAIN
-        if is_new:  # comparing waits for the device
-            self._compare(selection)
-        return self.is_selected_by_data and self.has_followed
-
-    @property
-    def has_followed(self) -> bool:
-        """Whether the tensor has followed the batch size twice, possibly by chance."""
-        return bool(self.axes) and self.grown >= _GROWN_BATCHES
-
-    def _entropy(self) -> float:
-        """Of the sequence of batch sizes, in nats."""
-        count = self.batches.total()
-        return sum(n * log(count / n) for n in self.batches.values())
-
-    def _compare(self, selection: Tensor) -> None:
-        """Indices that do not depend on the data are equal at equal places, for any length."""
-        if self.selection is not None and self.selection.dim() == selection.dim():
-            both = tuple(slice(min(sizes)) for sizes in zip(self.selection.shape, selection.shape, strict=True))
-            self.is_selected_by_data |= not torch.equal(self.selection[both], selection[both])
-        self.selection = selection
-
-
-@dataclass
 class Resolver:
     """Stores the findings of a run."""
 
-    findings: dict[Outline, Finding] = field(default_factory=dict)
+    findings: dict[Outline, KnownLayouts] = field(default_factory=dict)
     kinds: dict[tuple[str, ...], bool | None] = field(default_factory=dict)  # None: differs between batches
     growths: dict[Outline, dict[int, Growth]] = field(default_factory=dict)
     probing: Probing = field(default_factory=Probing)
@@ -160,12 +94,15 @@ class Resolver:
             self.findings.clear()  # an unrolled network has a new graph for each sequence length
             self.growths.clear()
         found = self._recall(graph)
-        self.probing.note(graph, was_probed=found is None)
-        return found or self.probe(graph)
+        if found is not None:
+            self.probing.recent.append(False)
+            return found
+        self.probing.note(graph)
+        return self.probe(graph)
 
     def _watch_growth(self, graph: Graph) -> None:
         """Raise if a tensor classified as DERIVED grows with the batch."""
-        if is_tracing() or not graph.plan.taken_for_derived:  # a trace is for one size, and its tensors have no values
+        if not graph.plan.taken_for_derived or is_tracing():  # a trace is for one size, and its tensors have no values
             return
         growths = self.growths.setdefault(graph.outline, {})
         for index in graph.plan.taken_for_derived:
@@ -192,10 +129,9 @@ class Resolver:
         finding = self.findings.get(graph.outline)
         if finding is None or finding.agreed < _AGREEING_BATCHES:
             return None
-        if not is_tracing():
-            finding.used += 1
-            if finding.used % _PROBE_AGAIN_AFTER == 0:
-                return None
+        finding.used += 1
+        if finding.used % _PROBE_AGAIN_AFTER == 0 and not is_tracing():
+            return None
         if not graph.uses or graph.plan is not finding.plan:
             graph.classify(finding.carries_data)
             finding.plan = graph.outline.settled = graph.plan
@@ -292,7 +228,7 @@ class Resolver:
 
     def _with_movers(
         self, graph: Graph, prober: Prober, candidates: dict[Place, list[Layout]]
-    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[Source]]]:
+    ) -> tuple[dict[Place, list[Layout]], dict[Place, frozenset[RowSource]]]:
         """Regular layouts of the uses and around the operations that can move rows, and where other rows come from."""
         if not graph.outline.moves_rows:
             return candidates, {}
@@ -311,7 +247,7 @@ class Resolver:
         graph: Graph,
         carries_data: dict[int, bool],
         layouts: dict[Place, list[Layout]],
-        sources: dict[Place, frozenset[Source]],
+        sources: dict[Place, frozenset[RowSource]],
     ) -> None:
         before = self.findings.get(graph.outline)
         if before and (before.carries_data, before.layouts.keys()) == (carries_data, layouts.keys()):
@@ -326,7 +262,7 @@ class Resolver:
         if unknown:
             self.probing.unread = max(unknown)[0]
         else:
-            self.findings[graph.outline] = Finding(carries_data, layouts, sources)
+            self.findings[graph.outline] = KnownLayouts(carries_data, layouts, sources)
 
 
 def _selection(node: Node) -> Tensor | None:

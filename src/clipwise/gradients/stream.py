@@ -260,8 +260,9 @@ class Stream:
 
     def _receive(self, now: Pass, use: Use, outputs: Outputs, inside: bool) -> None:
         now.arrived.add(use)
-        now.doubts.extend(self._doubts(use, outputs))
-        if any(operand.use == use.index for operand in self._open):
+        if self._resolved.doubts:
+            now.doubts.extend(self._doubts(use, outputs))
+        if self._open and any(operand.use == use.index for operand in self._open):
             now.untried.append(self._live(use, outputs))
         forms = self._forms_by_rule(use, outputs)
         if forms is None:

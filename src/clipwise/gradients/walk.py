@@ -15,7 +15,7 @@ node by node, and walked only if it differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,9 +37,9 @@ from clipwise.gradients.outline import (
     ROW_MOVERS,
     TRANSPOSE,
     TURNS,
-    Entry,
+    GraphPlan,
     Outline,
-    Plan,
+    OutlineEntry,
     UsePlan,
     require_not_rerun,
 )
@@ -60,6 +60,18 @@ def node_name(node: Node) -> str:
     """torch's name of the operation, such as AddmmBackward0."""
     name: str = node.name()
     return name
+
+
+def graph_nodes(root: Node, end: Node = None) -> Iterator[Node]:
+    """The root and all nodes that feed it, each once; not `end`, nor what only `end` leads to."""
+    entered, stack = {root, end}, [] if root is end else [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in entered:
+                entered.add(child)
+                stack.append(child)
 
 
 def behind(nodes: Iterable[Node]) -> set[Node]:
@@ -104,7 +116,7 @@ class Graph:
     order: list[Node]  # each node after the nodes that feed it
     outline: Outline
     uses: list[Use] = field(default_factory=list)
-    plan: Plan = field(init=False)  # set by `classify`
+    plan: GraphPlan = field(init=False)  # set by `classify`
 
     @cached_property
     def names(self) -> dict[Node, str]:
@@ -120,7 +132,7 @@ class Graph:
                 f"one example alone. {USUAL_CAUSES}"
             )
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: GraphPlan) -> None:
         """Find the uses of a plan."""
         self.plan, self.uses = plan, [self._use(found) for found in plan.uses]
 
@@ -212,7 +224,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
     root: Node = losses.grad_fn
     order: list[Node] = []
     position: dict[Node, int] = {}
-    entries: list[Entry] = []
+    entries: list[OutlineEntry] = []
     cutting: list[int] = []
     movers: list[int] = []
     alone: set[int] = set()  # parameters, and functions of parameters alone
@@ -234,7 +246,7 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
             order.append(node)
             if name == ACCUMULATE and id(node.variable) in by_id:
                 alone.add(index)
-                entries.append(Entry(by_id[id(node.variable)], None))
+                entries.append(OutlineEntry(by_id[id(node.variable)], None))
                 continue
             inputs = tuple((-1 if n is None else position[n], nr) for n, nr in children)
             # Rows of a parameter belong to no example; the data may select and split them freely.
@@ -249,17 +261,12 @@ def walk(losses: Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> Graph:
                 cuts = _cuts(node, name, len(losses))
             elif of_parameters and name in CASTS:  # not compared: a parameter keeps its dtype
                 cuts = CROSSES if _crosses(node) else None
-            entries.append(Entry(name, inputs, cuts))
+            entries.append(OutlineEntry(name, inputs, cuts))
 
     require_not_rerun(*(entry.name for entry in entries if entry.inputs is not None))
     reached = {entry.name for entry in entries if entry.inputs is None}
-    missing = [name for name in parameters if name not in reached]
-    if missing:
-        raise UnreachedParametersError(
-            f"Trainable parameter(s) {_some(missing)} take no part in the losses, so their private gradient "
-            "would be pure noise. Freeze them with requires_grad_(False), or use them in the forward pass.",
-            tuple(missing),
-        )
+    if missing := tuple(name for name in parameters if name not in reached):
+        raise UnreachedParametersError(missing)
     return Graph(losses, order, Outline(tuple(entries), losses.output_nr, tuple(cutting), tuple(movers)))
 
 
@@ -286,11 +293,6 @@ def _transposes(node: Node, name: str) -> bool:
     if name == "PermuteBackward0":
         return bool(node._saved_dims[0] % 2)
     return bool((node._saved_dim0 - node._saved_dim1) % 2)
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    shown = ", ".join(repr(n) for n in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def output_shape(node: Node, number: int) -> torch.Size:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clipwise.engine.make_private import make_private as _make_private
 from clipwise.errors import ConfigurationError
-from clipwise.integrations.data_loader import arguments_of
+from clipwise.integrations.data_loader import arguments_of, with_options
 from clipwise.integrations.mean_loss import MeanLossLoader
 
 
@@ -69,12 +69,13 @@ def make_private(
     arguments = arguments_of(data_loader)
     if not accelerator.split_batches:
         arguments["batch_size"] = min(arguments["batch_size"] * accelerator.num_processes, len(arguments["dataset"]))
-    arguments |= options
+    arguments = with_options(arguments, options)
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     private = _make_private(accelerator.unwrap_model(model), inner, arguments.pop("dataset"), **arguments)
     trained = frozenset(map(id, model.parameters()))
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         setattr(accelerator, name, partial(_clip, getattr(accelerator, name), name, trained))
+    accelerator.skip_first_batches = partial(_skip, accelerator.skip_first_batches)
     return MeanLossLoader(private, max_physical_batch_size=pieces, device=accelerator.device)
 
 
@@ -85,7 +86,17 @@ def _clip(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not trained.isdisjoint(map(id, parameters)):
         raise ConfigurationError(
-            f"accelerator.{name} would clip the noised mean of the private run, not the gradient of each record, and "
-            "protects nobody: remove it. clipping=PerExample(max_norm=...) bounds each record."
+            f"accelerator.{name} would clip the noised mean of the private run, not the gradient of each record, so it "
+            "bounds no record: remove it. clipping=PerExample(max_norm=...) bounds each record."
         )
     return clip(parameters, *args, **options)
+
+
+def _skip(skip: Callable[..., Any], data_loader: Any, *args: Any, **options: Any) -> Any:
+    """`skip_first_batches` of the accelerator, for loaders of other data."""
+    if isinstance(data_loader, MeanLossLoader):
+        raise ConfigurationError(
+            "accelerator.skip_first_batches: the loader of a private run continues by itself with the first batch that "
+            "is not released yet. Iterate over it directly."
+        )
+    return skip(data_loader, *args, **options)

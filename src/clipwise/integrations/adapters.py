@@ -22,8 +22,15 @@ def require_trainable(model: nn.Module) -> None:
     """Raise if an active adapter of the model would not be trained.
 
     Raises:
-        ConfigurationError: with the names of layers whose adapter is disabled, merged or completely frozen.
+        ConfigurationError: with the names of layers whose adapter is disabled, merged or completely frozen, and for
+            AdaLoRA.
     """
+    for config in getattr(model, "peft_config", {}).values():
+        if str(getattr(config.peft_type, "value", config.peft_type)) == "ADALORA":
+            raise ConfigurationError(
+                "AdaLoraConfig adds a penalty on the adapters to the loss, which then is no mean over records: use "
+                "LoraConfig."
+            )
     advice = {
         "disabled": "call model.enable_adapter_layers(), and leave model.disable_adapter() before the training",
         "merged": "call model.unmerge_adapter() before the training",
@@ -35,7 +42,7 @@ def require_trainable(model: nn.Module) -> None:
             continue
         if module.disable_adapters:
             found["disabled"].append(name)
-        elif module.merged:
+        elif getattr(module, "merged", False):  # `modules_to_save`, such as a new head, is never merged
             found["merged"].append(name)
         elif (own := list(_active_parameters(module))) and not any(p.requires_grad for p in own):
             found["frozen"].append(name)

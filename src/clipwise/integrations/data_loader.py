@@ -6,6 +6,7 @@ because the accounted event would not be the one that ran.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import (
@@ -14,10 +15,12 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
 from clipwise.errors import ConfigurationError
+from clipwise.sampling.schemes import make_scheme
 
 
 def arguments_of(loader: Any) -> dict[str, Any]:
@@ -69,6 +72,40 @@ def arguments_of(loader: Any) -> dict[str, Any]:
     if loader.num_workers and loader.prefetch_factor is not None:
         found["prefetch_factor"] = loader.prefetch_factor
     return found
+
+
+def with_options(arguments: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a loader and those of the user, which come first."""
+    if options.get("sample_rate") is not None or options.get("sampling") == "full":
+        arguments = {name: value for name, value in arguments.items() if name != "batch_size"}
+    return {**arguments, **options}
+
+
+def steps_per_epoch(arguments: Mapping[str, Any]) -> int:
+    """The steps in an epoch of a run with these arguments of `make_private`, before it is made."""
+    if "group" in arguments:
+        raise ConfigurationError(
+            "group= is not supported by this adapter, which protects records: call clipwise.make_private(..., group=) "
+            "with Batch(max_norm=...) in a loop of your own."
+        )
+    names = ("batch_size", "sample_rate", "max_batch_size")
+    given = {name: arguments[name] for name in names if name in arguments}
+    return make_scheme(arguments.get("sampling", "poisson"), len(arguments["dataset"]), **given).steps_per_epoch
+
+
+def holds_records_of(trained: object, evaluated: object) -> bool:
+    """Whether an evaluation is on the data set of the training, on a `Subset` of it, or on the whole of it."""
+    if trained is None or evaluated is None:
+        return False
+    return any(part is trained for part in _wholes(evaluated)) or any(part is evaluated for part in _wholes(trained))
+
+
+def _wholes(dataset: object) -> Iterator[object]:
+    """A data set, and those that it is a `Subset` of."""
+    yield dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+        yield dataset
 
 
 def require_separate_records(collator: Any) -> None:

@@ -56,9 +56,9 @@ class PrivateFedAvg(Strategy):  # type: ignore[misc]
         configrecord_key: str = "config",
         **options: Any,
     ) -> None:
-        for name in ("fraction_train", "min_train_nodes", "weighted_by_key", "fraction_evaluate"):
+        for name, reason in _REPLACED.items():
             if name in options:
-                raise ConfigurationError(f"PrivateFedAvg takes no {name}=: {_REPLACED[name]}.")
+                raise ConfigurationError(f"PrivateFedAvg takes no {name}=: {reason}.")
         self._model, self._clients, self._options = model, clients, options
         self._strategy = Batch(max_norm=max_norm, local_update=self._change)
         self._make_optimizer = optimizer
@@ -71,7 +71,10 @@ class PrivateFedAvg(Strategy):  # type: ignore[misc]
     def private(self) -> Private:
         """The private run, with `spent()` and `statement()`."""
         if self._private is None:
-            raise StepError("The private run begins with strategy.start(...).")
+            raise StepError(
+                "The private run begins with strategy.start(...) of PrivateFedAvg itself. Do not wrap it in another "
+                "strategy, such as one of Flower that adds noise: it has its own."
+            )
         return self._private
 
     def summary(self) -> None:
@@ -145,9 +148,14 @@ class PrivateFedAvg(Strategy):  # type: ignore[misc]
         return {name: returned[name].to(p.device) - p.detach() for name, p in own.items()}
 
 
+_EVALUATED = "results on the data of clients would not be private; use evaluate_fn= with public data"
 _REPLACED = {
     "fraction_train": "give sample_rate=, the probability that a client takes part in a round",
     "min_train_nodes": "the draw of the clients is accounted and cannot be changed afterwards",
+    "min_available_nodes": "give clients=, the number of all clients, which start() waits for",
     "weighted_by_key": "the number of examples of a client is private, so every client has the same weight",
-    "fraction_evaluate": "results on the data of clients would not be private; use evaluate_fn= with public data",
+    "train_metrics_aggr_fn": "metrics that clients return are not private and are discarded",
+    "fraction_evaluate": _EVALUATED,
+    "min_evaluate_nodes": _EVALUATED,
+    "evaluate_metrics_aggr_fn": _EVALUATED,
 }

@@ -34,6 +34,8 @@ from clipwise.integrations.huggingface_settings import (
     PrivacyArguments,
     require_other_records,
     require_sound_arguments,
+    require_sound_class,
+    require_sound_privacy,
     require_sound_trainer,
 )
 from clipwise.integrations.logging import SpentSoFar
@@ -43,6 +45,7 @@ from clipwise.noise.key import NoiseKey
 from clipwise.sampling.batch_structure import tensors_in
 from clipwise.sampling.generators import seed_global_generators
 from clipwise.sampling.schemes import make_scheme
+from clipwise.validation.uncompiled import uncompiled
 
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
@@ -82,12 +85,14 @@ class PrivateTrainer(Trainer):
         **options: Any,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else copy.copy(args)
+        require_sound_class(type(self), PrivateTrainer, args)
+        require_sound_privacy(privacy)
         require_sound_arguments(args)
         if args.ddp_broadcast_buffers is None:  # a rank without records takes no forward pass
             args.ddp_broadcast_buffers = False
         args.ignore_data_skip = True  # the private loader continues where the run has stopped
-        super().__init__(model, args, *arguments, **options)
-        require_sound_trainer(self, privacy)
+        super().__init__(uncompiled(model) if isinstance(model, nn.Module) else model, args, *arguments, **options)
+        require_sound_trainer(self)
         self.privacy = privacy
         self._private: Private | None = None
         self._kept: Ledger | None = None  # in memory, shared by all calls of train()
@@ -228,6 +233,11 @@ class PrivateTrainer(Trainer):
         require_other_records(self, eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """As `Trainer.get_test_dataloader`; refuses the training records."""
+        require_other_records(self, test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log public values: no training loss, but `epsilon`."""
         if self.is_in_train:
@@ -279,7 +289,7 @@ class PrivateTrainer(Trainer):
 
 
 class _Steps:
-    """The training loader that `Trainer` sees. It is made before the run, so its length comes from the scheme."""
+    """The training loader for `Trainer`. It is made before the run, so its length comes from the scheme."""
 
     def __init__(self, trainer: PrivateTrainer, items_per_step: int) -> None:
         self._trainer, self._items_per_step = trainer, items_per_step

@@ -6,13 +6,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from clipwise.errors import ConfigurationError
-from clipwise.integrations.data_loader import require_separate_records
+from clipwise.integrations.data_loader import holds_records_of, require_separate_records
 
 _DEFAULT_GRAD_NORM = 1.0  # of TrainingArguments: a value that a user did not choose
+_FIELDS = ("epsilon", "delta", "noise_multiplier", "max_norm", "sampling", "seed")
+_BY_TRAINER = {  # arguments of `make_private` that follow from those of the trainer
+    "batch_size": "per_device_train_batch_size and gradient_accumulation_steps",
+    "steps": "max_steps or num_train_epochs",
+    "epochs": "num_train_epochs",
+    "max_physical_batch_size": "per_device_train_batch_size",
+    "num_workers": "dataloader_num_workers",
+}
+# Methods of `PrivateTrainer` that draw the batches and compute the private gradient.
+_OWN_METHODS = ("training_step", "get_train_dataloader", "get_batch_samples", "_get_train_sampler")
 _STEPS_BY_ITSELF = ("lomo", "layerwise", "schedule_free")  # in names of optimizers
 
 
@@ -38,6 +49,46 @@ class PrivacyArguments:
     sampling: str = field(default="poisson", metadata={"help": "how batches are drawn"})
     seed: int | None = field(default=None, metadata={"help": "for tests: a run with a seed claims no guarantee"})
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": "further arguments of make_private"})
+
+
+def require_sound_privacy(privacy: PrivacyArguments) -> None:
+    """Raise for options that are set in another place."""
+    for name in privacy.options:
+        if name in _FIELDS:
+            raise ConfigurationError(
+                f"PrivacyArguments(options={{{name!r}: ...}}): {name} is no option. Give PrivacyArguments({name}=)."
+            )
+        if name in _BY_TRAINER:
+            raise ConfigurationError(
+                f"PrivacyArguments(options={{{name!r}: ...}}) is set by TrainingArguments: give {_BY_TRAINER[name]}."
+            )
+    if "clipping" in privacy.options and privacy.max_norm != PrivacyArguments.max_norm:
+        raise ConfigurationError(
+            "PrivacyArguments has max_norm and options={'clipping': ...}. A strategy has a norm of its own: give one "
+            "of them."
+        )
+    if "group" in privacy.options:
+        raise ConfigurationError(
+            "PrivateTrainer protects records. For user-level privacy call clipwise.make_private(..., group=...) with "
+            "Batch(max_norm=...) in a loop of your own."
+        )
+
+
+def require_sound_class(kind: type, own: type, args: TrainingArguments) -> None:
+    """Raise for a subclass of `PrivateTrainer` that changes the step, and for the classes of TRL."""
+    for name in _OWN_METHODS:
+        if getattr(kind, name) is not getattr(own, name):
+            raise ConfigurationError(
+                f"{kind.__name__} overrides {name}, in which PrivateTrainer draws the batches and computes the private "
+                "gradient: leave it out. Override compute_loss for a loss of your own."
+            )
+    for used in (*kind.__mro__, *type(args).__mro__):
+        if used.__module__.split(".")[0] == "trl":
+            raise ConfigurationError(
+                f"{used.__name__} of TRL cannot be combined with PrivateTrainer: packing, max_length and its other "
+                "settings would have no effect, and its trainers log values of training batches. Give "
+                "transformers.TrainingArguments and prepared records, see docs/integrations/huggingface.md."
+            )
 
 
 def require_sound_arguments(args: TrainingArguments) -> None:
@@ -68,7 +119,8 @@ def require_sound_arguments(args: TrainingArguments) -> None:
         ),
         "torch_compile": (
             args.torch_compile,
-            "hides the layers from the computation of per-example gradients: leave it out",
+            "(also set by torch_compile_backend and torch_compile_mode) hides the layers from the computation of "
+            "per-example gradients: leave it out",
         ),
         "use_liger_kernel": (
             args.use_liger_kernel,
@@ -78,6 +130,11 @@ def require_sound_arguments(args: TrainingArguments) -> None:
             str(args.include_num_input_tokens_seen) != "no",
             "logs the number of tokens of private batches: leave it out",
         ),
+        "skip_memory_metrics": (
+            not args.skip_memory_metrics,
+            "logs the memory of private batches, which depends on their records: leave it out",
+        ),
+        "debug": ("underflow_overflow" in str(args.debug), "prints activations of private records: leave it out"),
         "fsdp": (
             bool(args.fsdp),
             "is not supported by PrivateTrainer: use accelerate launch without it (data parallel), or "
@@ -104,19 +161,20 @@ def _is_reentrant(options: Any) -> bool:
     return isinstance(options, Mapping) and bool(options.get("use_reentrant"))
 
 
-def require_sound_trainer(trainer: Trainer, privacy: PrivacyArguments) -> None:
+def require_sound_trainer(trainer: Trainer) -> None:
     """Raise for a data set, a collator or a way of launching that a private run cannot have."""
     if isinstance(trainer.train_dataset, IterableDataset) or type(trainer.train_dataset).__name__ == "IterableDataset":
         raise ConfigurationError(
             "train_dataset is an IterableDataset, which has no length and cannot be sampled: use a map-style data set."
         )
-    if "group" in privacy.options:
-        raise ConfigurationError(
-            "PrivateTrainer protects records. For user-level privacy call clipwise.make_private(..., group=...) with "
-            "Batch(max_norm=...) in a loop of your own."
-        )
     require_other_records(trainer, trainer.eval_dataset)
     _require_sound_collator(trainer.data_collator, trainer.processing_class)
+    for name, p in () if trainer.model is None else trainer.model.named_parameters():
+        if p.requires_grad and p.dtype is torch.float16:
+            raise ConfigurationError(
+                f"The model has trainable parameters in float16, such as {name!r}, in which small updates and noise "
+                "are lost: load it with dtype=torch.float32, and give bf16=True for speed."
+            )
     accelerator = trainer.accelerator
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ConfigurationError(
@@ -136,10 +194,10 @@ def require_sound_trainer(trainer: Trainer, privacy: PrivacyArguments) -> None:
 def require_other_records(trainer: Trainer, dataset: Any) -> None:
     """Raise if an evaluation would be on the training records, whose exact metrics are private."""
     members: Iterable[Any] = dataset.values() if isinstance(dataset, Mapping) else [dataset]
-    if trainer.train_dataset is not None and any(member is trainer.train_dataset for member in members):
+    if any(holds_records_of(trainer.train_dataset, member) for member in members):
         raise ConfigurationError(
-            "eval_dataset is train_dataset. Metrics on training records are exact values of private data, which the "
-            "guarantee does not cover: evaluate on other records."
+            "The evaluation is on train_dataset. Metrics on training records are exact values of private data, which "
+            "the guarantee does not cover: evaluate on other records."
         )
 
 

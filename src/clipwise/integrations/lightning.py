@@ -16,8 +16,8 @@ from torch import Tensor
 
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
-from clipwise.errors import ConfigurationError, StepError, warn
-from clipwise.integrations.data_loader import arguments_of
+from clipwise.errors import CheckpointError, ConfigurationError, StepError, warn
+from clipwise.integrations.data_loader import arguments_of, holds_records_of, steps_per_epoch, with_options
 from clipwise.integrations.loss_terms import LossTerms
 from clipwise.ledger.ledger import MemoryLedger
 
@@ -59,6 +59,7 @@ class PrivateStrategy(SingleDeviceStrategy):
         self._has_warned = False
         self._loaded: dict[str, Any] | None = None
         self._kept: MemoryLedger | None = None  # shared by all calls of fit
+        self._arguments: dict[str, Any] | None = None  # of the run that the next training begins
         self._trained: object = None  # the data set of the training
         self._evaluated: list[object] = []  # those of evaluations
 
@@ -72,12 +73,12 @@ class PrivateStrategy(SingleDeviceStrategy):
     # ------------------------------------------------------------ the hooks of Lightning, in the order of their calls
 
     def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        self._trainer = trainer
+        self._trainer, self._arguments = trainer, None
+        super().setup(trainer)  # makes the optimizers; a scheduler may ask for the length of the training loader
         if trainer.state.fn == "fit":
             _require_private(trainer, self.lightning_module)
-            if not any(isinstance(callback, _LogEpsilon) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-                trainer.callbacks.insert(0, _LogEpsilon())  # type: ignore[attr-defined]
+            if not any(isinstance(callback, _FollowRun) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                trainer.callbacks.insert(0, _FollowRun())  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer, records = self._trainer, getattr(dataloader, "dataset", None)
@@ -85,16 +86,26 @@ class PrivateStrategy(SingleDeviceStrategy):
             self._evaluated += [] if trainer is None or trainer.predicting else [records]
             self._require_other_records()
             return dataloader
+        if self._arguments is not None:
+            raise ConfigurationError(
+                "The training has several data loaders. A private run draws from one data set: join them in one, such "
+                "as torch.utils.data.ConcatDataset."
+            )
         self._trained = records
         self._require_other_records()
+        self._arguments = with_options(arguments_of(dataloader) | self._length(trainer), self._options)
+        return _Steps(self, records, steps_per_epoch(self._arguments))
+
+    def begin(self) -> None:
+        """Make the private run, once the optimizer is made and its state is loaded."""
         if self._private is not None:
             self._private.close()
-        arguments = {**arguments_of(dataloader), **self._length(trainer), **self._options}
-        if self._loaded is not None or self._kept is None:  # a checkpoint has the earlier releases
+        assert self._arguments is not None and self.model is not None
+        arguments = dict(self._arguments)
+        if self._kept is None:
             self._kept = MemoryLedger()
             self._kept.enter("strategy", self)  # keeps it open between two calls of fit
         arguments.setdefault("ledger", self._kept)
-        assert self.model is not None
         self._private = make_private(
             self.model,
             self.optimizers[0],
@@ -102,14 +113,13 @@ class PrivateStrategy(SingleDeviceStrategy):
             max_physical_batch_size=self._max_physical_batch_size,
             **arguments,
         )
-        if self._loaded is not None:
-            self._private.load_state_dict(self._loaded)
-            self._loaded = None
-        return self._private.loader if self._max_physical_batch_size is None else _Steps(self._private)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._private.load_state_dict(loaded)
 
     def _require_other_records(self) -> None:
         """Raise if an evaluation is on the training records. Its loader may be made before that of the training."""
-        if any(records is not None and records is self._trained for records in self._evaluated):
+        if any(holds_records_of(self._trained, records) for records in self._evaluated):
             raise ConfigurationError(
                 "An evaluation has the data set of the training. Metrics on training records are exact values of "
                 "private data, which the guarantee does not cover: evaluate on other records."
@@ -131,29 +141,38 @@ class PrivateStrategy(SingleDeviceStrategy):
     def _followed_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         size = self.private.loader.awaited().size
         terms = LossTerms(size, batch_first=self._batch_first)
-        with terms:
+        with terms, self.private.randomness():  # `seed_everything` has seeded the global generators with a public seed
             output = super().training_step(batch, *args, **kwargs)
         if output is None:
             raise StepError(
                 "training_step returned None, which skips the batch. A private run may not skip a batch because of its "
                 "data: return the loss of every batch."
             )
-        self._warn_of_logged()
+        self._check_logged()
         # Here, since Lightning divides the loss by accumulate_grad_batches afterwards.
         self._losses, self._awaits_backward = terms.of(_loss_of(output)) if size else None, True
         return output
 
-    def _warn_of_logged(self) -> None:
-        """Warn once of values that `training_step` logs with `self.log`."""
+    def _check_logged(self) -> None:
+        """Warn once of values that `training_step` logs with `self.log`; raise if one controls the training."""
         assert self._trainer is not None
         logged = (self._trainer._results or {}).values()
         names = sorted({value.meta.name for value in logged if value.meta.fx == "training_step"})
-        if names and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"training_step logs {', '.join(names)}. Values of training batches are private, and the guarantee "
-                "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them."
-            )
+        if not names or self._has_warned:
+            return
+        self._has_warned = True
+        own = {form for name in names for form in (name, f"{name}_step", f"{name}_epoch")}
+        for user, monitor in _monitors(self._trainer):
+            if monitor in own:
+                raise ConfigurationError(
+                    f"{user} monitors {monitor!r}, which training_step logs. It is computed from private records, and "
+                    "what follows from it is not covered by the guarantee: monitor a value of validation_step on "
+                    "public rows."
+                )
+        warn(
+            f"training_step logs {', '.join(names)}. Values of training batches are private, and the guarantee "
+            "does not cover them: log values of public rows in validation_step, and choose no checkpoint by them."
+        )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.pre_backward(closure_loss)
@@ -188,7 +207,15 @@ class PrivateStrategy(SingleDeviceStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        self._loaded = checkpoint.get(_KEY)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(_KEY)
+            if self._loaded is None:
+                raise CheckpointError(
+                    f"ckpt_path={str(checkpoint_path)!r} is not a checkpoint of a private run, so the records that its "
+                    "weights were trained on would not be counted. For public weights, load them into the "
+                    "LightningModule and leave ckpt_path out."
+                )
         return checkpoint
 
     def _length(self, trainer: Trainer) -> dict[str, Any]:
@@ -211,29 +238,60 @@ class _Pieces:
 
 
 class _Steps:
-    """The private loader with one `_Pieces` for each step."""
+    """The training loader that Lightning sees. It is made before the run, so its length comes from the scheme.
 
-    def __init__(self, private: Private) -> None:
-        self._loader = private.loader
+    An item is a batch, or the `_Pieces` of a step that can come in several.
+    """
+
+    def __init__(self, strategy: PrivateStrategy, dataset: Any, length: int) -> None:
+        self._strategy, self.dataset, self._length = strategy, dataset, length
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._length
 
-    def __iter__(self) -> Iterator[_Pieces]:
-        return map(_Pieces, self._loader)
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._strategy.private.loader:
+            yield _Pieces(item) if isinstance(item, Iterator) else item
 
 
-class _LogEpsilon(Callback):
+class _FollowRun(Callback):
+    """Begins the run before the other callbacks are called, and logs epsilon."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if isinstance(trainer.strategy, PrivateStrategy):
+            trainer.strategy.begin()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, PrivateStrategy):
-            pl_module.log("epsilon", strategy.private.spent().epsilon)
+        if isinstance(trainer.strategy, PrivateStrategy):
+            pl_module.log("epsilon", trainer.strategy.private.spent().epsilon)
+
+
+def _monitors(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """The callbacks and schedulers that follow a logged value, and its name."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(monitor := getattr(callback, "monitor", None), str):
+            yield type(callback).__name__, monitor
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and isinstance(config.monitor, str):
+            yield type(config.scheduler).__name__, config.monitor
 
 
 def _loss_of(output: Any) -> Tensor:
     loss = output["loss"] if isinstance(output, dict) else output
     assert isinstance(loss, Tensor)
     return loss
+
+
+_SEARCHES = "trains on the private records before the training: leave it out, or use clipwise.tune"
+_AVERAGES = "replaces the weights after the training: give PrivateStrategy(ema=0.999), which averages released weights"
+_CALLBACKS = {  # by the names of their classes
+    "GradientAccumulationScheduler": "would add up several releases: give the DataLoader a larger batch_size, and "
+    "PrivateStrategy(max_physical_batch_size=...) to fit it into memory",
+    "LearningRateFinder": _SEARCHES,
+    "BatchSizeFinder": _SEARCHES,
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+}
 
 
 def _require_private(trainer: Trainer, module: LightningModule | None) -> None:
@@ -262,6 +320,10 @@ def _require_private(trainer: Trainer, module: LightningModule | None) -> None:
     for name, (is_set, reason) in refused.items():
         if is_set:
             raise ConfigurationError(f"Trainer({name}=...) {reason}.")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind in type(callback).__mro__:
+            if kind.__name__ in _CALLBACKS:
+                raise ConfigurationError(f"The callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}.")
     if not module.automatic_optimization:
         raise ConfigurationError(
             "The LightningModule has automatic_optimization=False. PrivateStrategy needs automatic optimization; with "

@@ -94,9 +94,9 @@ class SpentSoFar:
 
     def __call__(self) -> dict[str, float]:
         if self._is_cheap:
-            began = time.perf_counter()
+            began = time.thread_time()  # of this thread: other processes do not count
             found = self._private.spent()
-            self._is_cheap = time.perf_counter() - began < _CHEAP_SECONDS
+            self._is_cheap = time.thread_time() - began < _CHEAP_SECONDS
             return {"epsilon": found.epsilon}
         loose = self._private.spent(accountant="rdp").epsilon
         budget = self._private.budget
@@ -104,20 +104,31 @@ class SpentSoFar:
 
 
 class CSVLog:
-    """Appends entries to a CSV file. The columns are those of the first entry."""
+    """Appends entries to a CSV file. A value with a new name, such as `epsilon_rdp`, adds a column."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._columns: list[str] | None = None
+        self._columns = self._read()[0]
 
     def log(self, data: dict[str, float], *, step: int) -> None:
-        begins = self._columns is None
-        columns = self._columns = ["step", *data] if self._columns is None else self._columns
-        with self._path.open("w" if begins else "a", newline="") as file:
-            writer = csv.DictWriter(file, columns, extrasaction="ignore", restval="")
-            if begins:
+        entry = {"step": step, **data}
+        if new := [name for name in entry if name not in self._columns]:
+            earlier = self._read()[1]
+            self._columns += new
+            with self._path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self._columns)
                 writer.writeheader()
-            writer.writerow({"step": step, **data})
+                writer.writerows(earlier)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(entry)
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """The columns and the rows of the file."""
+        if not self._path.exists():
+            return [], []
+        with self._path.open(newline="") as file:
+            rows = csv.DictReader(file)
+            return list(rows.fieldnames or ()), list(rows)
 
 
 class JSONLog:

@@ -2,7 +2,7 @@
 
 Training frameworks call `loss.backward()` on the mean over the batch. A private step needs the terms before the mean.
 `LossTerms` is a torch function mode: while it is active it computes the reduced losses of `torch.nn.functional`
-without reduction, remembers the terms, and follows them through sums and constant factors.
+without reduction, records the terms, and follows them through sums and constant factors.
 
 Shapes: B examples, T positions of an example.
 """
@@ -76,9 +76,10 @@ _PRODUCTS: dict[Any, Callable[[Any, Any], Any]] = {
 _NEGATIONS = {torch.neg, Tensor.neg}
 
 WITHOUT_TERMS = (
-    "backward() was called on a loss whose per-example terms are not known: it must be the mean over the batch of one "
-    "loss per example, such as nn.CrossEntropyLoss(), or a sum of such means with constant factors. Compute the losses "
-    "with reduction='none' and call private.step(losses) in a loop of your own."
+    "The per-example terms of the loss are not known. It must be the mean over the batch of one loss per example, such "
+    "as nn.CrossEntropyLoss(), or a sum of such means with constant factors; not a sum over the batch or a vector. A "
+    "penalty on the weights belongs in weight_decay of the optimizer. For another loss call private.step(losses) in "
+    "a loop of your own, with one loss per example."
 )
 
 
@@ -129,7 +130,7 @@ class LossTerms(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`; remember the terms of its result if it is a mean loss or made of some."""
+        """Run `func`; record the terms of its result if it is a mean loss or is computed from mean losses."""
         kwargs = kwargs or {}
         if not self.is_active:
             return func(*args, **kwargs)
@@ -181,7 +182,7 @@ class LossTerms(TorchFunctionMode):
         return result
 
     def _keep(self, terms: Tensor, result: Tensor) -> Tensor:
-        """The mean as a tensor with the terms' graph, with the value that the framework expects to see."""
+        """The mean as a tensor with the terms' graph and with the value that the framework expects."""
         mean = terms.mean() if len(terms) else terms.sum()
         shown = mean + (result - mean.detach()) if len(terms) else mean
         self._terms[shown] = terms

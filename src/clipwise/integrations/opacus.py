@@ -43,7 +43,7 @@ __all__ = [
     "get_noise_multiplier",
 ]
 
-# Layers that Opacus replaces because hooks do not see inside them. Here torch's own work.
+# Layers that Opacus replaces because hooks have no access to their internals. Here torch's own layers work.
 DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
 _SKIPS = ("signal_skip_step", "virtual_step")  # of Opacus' optimizers
@@ -58,10 +58,7 @@ _ADAPTIVE = {
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Takes the place of the class of Opacus: the model as it is.
-
-    On several ranks `make_private` gives all of them the weights of rank 0, and sums the clipped gradients.
-    """
+    """The model as it is. On several ranks `make_private` copies the weights of rank 0 and sums clipped gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -102,6 +99,7 @@ class PrivacyEngine:
         self._ledger = self._own_ledger if ledger is None else ledger
         self._seed = seed
         self._private: Private | None = None
+        self._budget: tuple[float, float] | None = None  # epsilon and delta
 
     @property
     def private(self) -> Private:
@@ -160,8 +158,9 @@ class PrivacyEngine:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon of all releases so far. Raises if something else than the run changed the weights."""
-        return self.private.spent(delta=delta, accountant=self._accountant).epsilon
+        """Epsilon of all releases so far, at most the budget. Raises if something else changed the weights."""
+        found = self.private.spent(delta=delta, accountant=self._accountant).epsilon
+        return found if self._budget is None or self._budget[1] != delta else min(found, self._budget[0])
 
     def save_checkpoint(
         self,
@@ -240,6 +239,7 @@ class PrivacyEngine:
             **arguments,
         )
         self._private = private
+        self._budget = (target["epsilon"], target["delta"]) if "epsilon" in target else None
         for name in _SKIPS:
             setattr(optimizer, name, _refuse_skip)
         loader = MeanLossLoader(private, batch_first=batch_first)

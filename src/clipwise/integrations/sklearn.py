@@ -34,7 +34,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     batch_size: int | None = None
     epochs: float = 20
     learning_rate: float = 0.05
-    hidden_layer_sizes: Sequence[int] = ()
+    hidden_layer_sizes: int | Sequence[int] = ()
     module: Callable[[int, int], nn.Module] | None = None
     feature_range: tuple[float, float] | None = None
     random_state: int | None = None
@@ -73,10 +73,15 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         self.module_.eval()
 
     def _build(self, features: int, outputs: int) -> nn.Module:
+        if isinstance(self.module, nn.Module):
+            raise ConfigurationError(
+                "module must be a function from the numbers of features and outputs to a new torch module, not a "
+                "module: each fit begins with new weights."
+            )
         if self.module is not None:
             return self.module(features, outputs)
         layers: list[nn.Module] = []
-        for size in self.hidden_layer_sizes:
+        for size in np.atleast_1d(self.hidden_layer_sizes).astype(int).tolist():
             layers += [nn.Linear(features, size), nn.Tanh()]
             features = size
         return nn.Sequential(*layers, nn.Linear(features, outputs))
@@ -86,7 +91,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         x = torch.tensor(X, dtype=torch.float32)
         if self.feature_range is None:
             return x
-        low, high = self.feature_range
+        low, high = _range("feature_range", self.feature_range)
         return ((x.clamp(low, high) - low) / (high - low) * 2 - 1).contiguous()
 
     def _outputs(self, X: Array) -> Tensor:
@@ -106,7 +111,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[misc]
     """A classifier trained with DP-SGD: linear by default, or a network.
 
-    The number of rows and the set of classes are public. Everything else that `fit` publishes is epsilon-delta private,
+    The number of rows and the set of classes are public. Everything else that `fit` publishes is (epsilon, delta)-DP,
     with one row of X and y as the unit. Rows are not standardised, since means and variances of private data would not
     be private: scale the features by public constants, or give `feature_range`.
 
@@ -172,7 +177,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
 class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     """A regressor trained with DP-SGD on the squared error: linear by default, or a network.
 
-    Arguments and attributes are those of `PrivateClassifier`, without `classes`, and `target_range`.
+    Arguments and attributes are those of `PrivateClassifier` without `classes`, plus `target_range`.
 
     Args:
         target_range: public bounds (low, high) of y, which is clamped and scaled to [-1, 1] in training.
@@ -183,7 +188,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any) -> PrivateRegressor:
         """Train on the rows of X with the targets y."""
         X, y = validate_data(self, X, y, y_numeric=True)
-        low, high = (-1.0, 1.0) if self.target_range is None else self.target_range
+        low, high = (-1.0, 1.0) if self.target_range is None else _range("target_range", self.target_range)
         targets = torch.tensor(np.asarray(y, dtype=np.float64), dtype=torch.float32)
         if self.target_range is not None:
             targets = (targets.clamp(low, high) - low) / (high - low) * 2 - 1
@@ -203,6 +208,13 @@ def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).square()
+
+
+def _range(name: str, given: tuple[float, float]) -> tuple[float, float]:
+    low, high = given
+    if not low < high:
+        raise ConfigurationError(f"{name} must be (low, high) with low < high, not {given!r}.")
+    return low, high
 
 
 def _planned(epochs: float, steps_per_epoch: int) -> int:

@@ -79,21 +79,21 @@ def added(partial: Tensor, dim: int = 0) -> Tensor:
     return partial.select(dim, 0) if partial.shape[dim] == 1 else partial.sum(dim)
 
 
-class Rows(NamedTuple):
+class FlatRows(NamedTuple):
     """Each example is one contiguous row: entry e belongs to channel e // inner % K."""
 
     length: int
     inner: int
 
 
-def rows_of(*operands: Tensor) -> Rows | None:
+def rows_of(*operands: Tensor) -> FlatRows | None:
     """The rows of operands of equal shape, if each example is contiguous, in the same order, in all of them."""
     _, K, R = operands[0].shape
     if not 0 < K * R < _FAR:
         return None
     for of_K, of_R in ((R, 1), (1, K)):
         if all((K == 1 or t.stride(1) == of_K) and (R == 1 or t.stride(2) == of_R) for t in operands):
-            return Rows(K * R, of_K)
+            return FlatRows(K * R, of_K)
     return None
 
 

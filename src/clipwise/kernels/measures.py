@@ -49,11 +49,11 @@ def measures(
         torch.empty(splits, B, K, dtype=dtype, device=g_BKR.device) if is_wanted else None
         for is_wanted, dtype in zip(wanted, (*[torch.float32] * 3, torch.float64), strict=True)
     ]
-    by_group = g_BKR if lengths_BGR is None else lengths_BGR  # a placeholder that is not read
+    per_group = g_BKR if lengths_BGR is None else lengths_BGR  # a placeholder that is not read
     with device_of(g_BKR):
         _write_measures[(programs, splits)](
-            g_BKR, by_group, *(by_group if t is None else t for t in partial), B, K, R, per_split,
-            K // (1 if lengths_BGR is None else lengths_BGR.shape[1]), *g_BKR.stride(), *by_group.stride(),
+            g_BKR, per_group, *(per_group if t is None else t for t in partial), B, K, R, per_split,
+            K // (1 if lengths_BGR is None else lengths_BGR.shape[1]), *g_BKR.stride(), *per_group.stride(),
             *wanted,
             KEPT=kept, REDUCED=reduced,
         )  # fmt: skip

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.gradients.walk import graph_nodes
 from clipwise.validation.arguments import naming, require_module
 
 
@@ -33,7 +35,7 @@ def exchange_modules(model: nn.Module, others: Mapping[nn.Module, nn.Module]) ->
     return others.get(model, model)
 
 
-class BatchStatisticsNorm(nn.modules.batchnorm._BatchNorm):
+class BatchStatisticsNorm(_BatchNorm):
     """Batch norm that uses the statistics of the current batch and does not store them.
 
     `state_dict` has the keys of any batch norm layer. No forward pass changes `running_mean` and `running_var`. They
@@ -133,10 +135,9 @@ def without_running_statistics(model: nn.Module) -> nn.Module:
 
 
 def with_released_statistics(model: nn.Module) -> nn.Module:
-    """Replace every batch norm layer by a `ReleasedStatisticsNorm` with the same parameters. Returns the model.
+    """`without_running_statistics` for per-example clipping, with `ReleasedStatisticsNorm`. Returns the model.
 
-    As `without_running_statistics`, for per-example clipping. The statistics start at mean 0 and variance 1, or at
-    those of public data if `recompute_statistics` is called.
+    The statistics start at mean 0 and variance 1, or at those of public data if `recompute_statistics` is called.
     """
     return _replaced(model, ReleasedStatisticsNorm)
 
@@ -169,11 +170,11 @@ def recompute_statistics(
                 "clipwise.layers.without_running_statistics(model) first, before training."
             )
     layers = {name: m for name, m in model.named_modules() if isinstance(m, BatchStatisticsNorm)}
-    collectors = [_Collector(layer.num_features) for layer in layers.values()]
+    collectors = {layer: _Collector(layer.num_features) for layer in layers.values()}
     model.eval()
     batches = 0
     try:
-        for layer, collector in zip(layers.values(), collectors, strict=True):
+        for layer, collector in collectors.items():
             layer._collector = collector
         for batch in public_batches:
             with torch.no_grad(), naming("public_batches"):
@@ -183,9 +184,10 @@ def recompute_statistics(
                     forward(model, batch)
             batches += 1
     finally:
-        for layer in layers.values():
+        for layer in collectors:
             layer._collector = None
-    for name, found in zip(layers, collectors, strict=True):  # validate before any layer changes
+    for name, layer in layers.items():  # validate before any layer changes
+        found = collectors[layer]
         if found.count < 2:
             raise ConfigurationError(
                 f"public_batches holds fewer than two values for the batch norm layer {name!r}: give more public data, "
@@ -195,7 +197,7 @@ def recompute_statistics(
             raise ConfigurationError(
                 f"public_batches gives the batch norm layer {name!r} values that are not finite: leave those rows out."
             )
-    for layer, found in zip(layers.values(), collectors, strict=True):
+    for layer, found in collectors.items():
         layer.running_mean.copy_(found.mean_C)
         layer.running_var.copy_(found.square_C / (found.count - 1))
         layer.num_batches_tracked.fill_(batches)
@@ -226,15 +228,13 @@ class _Collector:
         self.count = total
 
 
-def _is_to_replace(module: nn.Module) -> bool:
+def _is_to_replace(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """A batch norm layer that updates its statistics, or that uses batch statistics in evaluation."""
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or isinstance(module, BatchStatisticsNorm):
-        return False
-    return module.training or module.running_mean is None
+    is_ordinary = isinstance(module, _BatchNorm) and not isinstance(module, BatchStatisticsNorm)
+    return is_ordinary and (module.training or module.running_mean is None)
 
 
-def _replacement(module: nn.Module, kind: type[BatchStatisticsNorm]) -> BatchStatisticsNorm:
-    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+def _replacement(module: _BatchNorm, kind: type[BatchStatisticsNorm]) -> BatchStatisticsNorm:
     if isinstance(module, nn.SyncBatchNorm):
         raise UnsupportedModelError(
             "SyncBatchNorm shares statistics between processes, and so between microbatches: use BatchNorm layers."
@@ -272,9 +272,8 @@ def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
     values = input.detach()
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()
-    values_BCT = values.flatten(2) if values.dim() > 2 else values[..., None]
     if values.numel():
-        var_BC, mean_BC = torch.var_mean(values_BCT, 2, correction=0)
+        var_BC, mean_BC = torch.var_mean(values.reshape(*values.shape[:2], -1), 2, correction=0)
     else:  # torch would warn, and whether a batch is empty is secret
         var_BC = mean_BC = values.new_zeros(values.shape[:2])
     seen = Observation(layer, output.shape, output.dtype, mean_BC, var_BC)
@@ -285,17 +284,10 @@ def observed(output: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
 
 def observations(losses: Tensor) -> Iterator[tuple[Observation, GradientEdge]]:
     """Every observation in the graph of the losses, with the edge of the layer's output."""
-    root: Any = losses.grad_fn
-    entered, stack = {root}, [root]
-    while stack:
-        node = stack.pop()
+    for node in graph_nodes(losses.grad_fn):
         seen = getattr(node, "seen", None)
         if isinstance(seen, Observation):
             yield seen, GradientEdge(node, 0)
-        for child, _ in node.next_functions:
-            if child is not None and child not in entered:
-                entered.add(child)
-                stack.append(child)
 
 
 class _Carry(torch.autograd.Function):

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from clipwise.errors import ConfigurationError
 from clipwise.validation.arguments import number, whole
 
+_LEAST_ALPHA = 1e-18  # its square is not 0 in float32
+
 
 class ClipInput(nn.Module):
     """Clips each example to the L2 norm `max_norm`: x min(1, C / |x|).
@@ -98,7 +100,8 @@ class BoundedGroupNorm(nn.Module):
         super().__init__()
         if whole("num_channels", num_channels, least=1) % whole("num_groups", num_groups, least=1):
             raise ConfigurationError(f"num_groups={num_groups} does not divide num_channels={num_channels}.")
-        self.num_groups, self.num_channels, self.alpha = num_groups, num_channels, _alpha(alpha)
+        self.num_groups, self.num_channels = num_groups, num_channels
+        self.alpha = number("alpha", alpha, least=_LEAST_ALPHA)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, ...) to the same shape."""
@@ -119,7 +122,7 @@ class BoundedLayerNorm(nn.Module):
     def __init__(self, normalized_shape: int | Sequence[int], alpha: float = 1.0) -> None:
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.normalized_shape, self.alpha = shape, _alpha(alpha)
+        self.normalized_shape, self.alpha = shape, number("alpha", alpha, least=_LEAST_ALPHA)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, ..., *normalized_shape) to the same shape."""
@@ -138,10 +141,3 @@ def _normalized(x: Tensor, dims: tuple[int, ...], alpha: float) -> Tensor:
     centred = x - x.mean(dims, keepdim=True)
     # Clamp before the root: the slope of the root at 0 is infinite, and infinity times 0 is NaN.
     return centred / centred.square().mean(dims, keepdim=True).clamp(min=alpha * alpha).sqrt()
-
-
-def _alpha(alpha: float) -> float:
-    found = number("alpha", alpha, above=0)
-    if not found * found > torch.finfo(torch.float32).tiny:
-        raise ConfigurationError(f"alpha={alpha!r} is too small: its square is 0 in float32.")
-    return found

@@ -92,8 +92,8 @@ class PublicBatchNorm(nn.Module):
         if self.kind == "self+public":
             if not self.rows:
                 raise StepError(
-                    f"A {type(self).__name__} of kind='self+public' does not know how many public rows its statistics "
-                    "come from: load a state_dict of such a layer, or make PublicStatistics(model, public)."
+                    f"A {type(self).__name__} of kind='self+public' has statistics without a number of public rows: "
+                    "load a state_dict of such a layer, or make PublicStatistics(model, public)."
                 )
             return self._with_public_rows(x)
         return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)

@@ -45,9 +45,7 @@ class PublicStatistics:
             if public is None:
                 raise ConfigurationError(f"Layer {name!r} ({type(layer).__name__}) needs public rows: give public.")
             if layer.statistics is not None:
-                raise ConfigurationError(
-                    f"Layer {name!r} has public statistics already: one PublicStatistics serves a model."
-                )
+                raise ConfigurationError(f"Layer {name!r} has public statistics already: a model needs one.")
         self.corrects = any(layer.kind == "public-exact" for layer in self._layers.values())
         self.require_correctable(model)
         for layer in self._layers.values():
@@ -107,12 +105,12 @@ class PublicStatistics:
         cotangents: list[Tensor] = []
         for place, layer in self._exact().items():
             assert layer.weight is not None and layer.bias is not None
-            for p in (layer.weight, layer.bias):
-                if names.get(p) not in gradients or gradients[names[p]].shape != p.shape:
-                    raise ConfigurationError(
-                        f"Layer {place!r}: kind='public-exact' needs the gradients of its scale and shift: give "
-                        "all gradients that were released, by the names of the model's parameters."
-                    )
+            given = [(p, gradients.get(names.get(p, ""))) for p in (layer.weight, layer.bias)]
+            if any(g is None or g.shape != p.shape for p, g in given):
+                raise ConfigurationError(
+                    f"Layer {place!r}: kind='public-exact' needs the gradients of its scale and shift: give all "
+                    "gradients that were released, by the names of the model's parameters."
+                )
             mean_C, var_C = moments[layer]
             if not mean_C.requires_grad:
                 continue  # nothing trainable before it
@@ -124,9 +122,8 @@ class PublicStatistics:
             return corrected
         trained = [p for p in self._model.parameters() if p.requires_grad and names.get(p) in gradients]
         found = torch.autograd.grad(roots, trained, cotangents, allow_unused=True)
-        for p, through_statistics in zip(trained, found, strict=True):
+        for name, through_statistics in zip(map(names.__getitem__, trained), found, strict=True):
             if through_statistics is not None:
-                name = names[p]
                 corrected[name] = gradients[name] + through_statistics.to(gradients[name])
         return corrected
 
@@ -144,7 +141,7 @@ class PublicStatistics:
     @property
     def is_fresh(self) -> bool:
         """Whether the statistics belong to the current weights; on an accelerator, as far as torch counts changes."""
-        return self._is_fresh(looks_inside=True)
+        return self._is_fresh()
 
     def require_fresh(self, layer: PublicBatchNorm | None = None) -> None:
         """Raise an error if the statistics are stale.
@@ -155,9 +152,8 @@ class PublicStatistics:
         if self._layers and not self._is_held and not self._is_fresh(looks_inside):
             raise StepError(
                 "The public statistics are stale: weights or buffers changed since they were made (an update, "
-                "load_state_dict, .to(), a copy of the model, torch.export). Call PublicStatistics.of(model).refresh() "
-                "after every such change. To export or trace a model, take a copy (copy.deepcopy), refresh its "
-                "statistics and call PublicStatistics.freeze()."
+                "load_state_dict, .to(), a copy, torch.export). Call PublicStatistics.of(model).refresh() after every "
+                "such change. To export a model, refresh a deep copy of it and call PublicStatistics.freeze()."
             )
 
     @contextmanager
@@ -224,7 +220,8 @@ class PublicStatistics:
 
     def _public_pass(self) -> dict[PublicBatchNorm, Moments]:
         """The moments of the public rows at each layer, with their graph if `correct` needs it."""
-        self.collected = {}
+        collected: dict[PublicBatchNorm, Moments] = {}
+        self.collected = collected
         try:
             with (
                 evaluating(self._model),
@@ -235,7 +232,6 @@ class PublicStatistics:
                 rows = (x.to(at) if x.is_floating_point() else x.to(at.device) for x in self.public_rows)
                 self.public_rows = tuple(rows)
                 self._model(*self.public_rows)
-            collected = self.collected
         finally:
             self.collected = None
         for name, layer in self._layers.items():
@@ -249,7 +245,7 @@ class PublicStatistics:
     def _exact(self) -> dict[str, PublicBatchNorm]:
         return {name: layer for name, layer in self._layers.items() if layer.kind == "public-exact"}
 
-    def _is_fresh(self, looks_inside: bool) -> bool:
+    def _is_fresh(self, looks_inside: bool = True) -> bool:
         changes = self._changes
         if changes is None or not changes.are_of(list(self._tensors())):
             return False
@@ -269,7 +265,7 @@ class PublicStatistics:
 
 
 class AllPublicStatistics:
-    """Every `PublicStatistics` of a model. Each may belong to a part of it, such as one of two encoders.
+    """Every `PublicStatistics` of a model, with their methods. Each may belong to a part, such as one of two encoders.
 
     Each part has its own public rows, so no statistics depend on another part's weights.
     """
@@ -281,13 +277,11 @@ class AllPublicStatistics:
         return bool(self._each)
 
     def refresh(self, force: bool = False) -> None:
-        """Recompute the statistics after a change of the weights; see `PublicStatistics.refresh`."""
         for statistics in self._each:
             statistics.refresh(force)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Treat the statistics as fresh inside this block; see `PublicStatistics.held`."""
         with ExitStack() as stack:
             for statistics in self._each:
                 stack.enter_context(statistics.held())
@@ -303,15 +297,11 @@ class AllPublicStatistics:
                 )
 
     def require_correctable(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Refuse "public-exact" layers for which these parameters lack what `correct` needs."""
         for statistics in self._each:
             statistics.require_correctable(self._model, parameters)
 
     def correct(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Tensor]:
-        """Add the gradient through the public statistics to the released gradients.
-
-        Parts share no scale or shift, so the order of the parts does not matter.
-        """
+        """As for one. Parts share no scale or shift, so their order does not matter."""
         for statistics in self._each:
             gradients = statistics.correct(gradients, parameters)
         return gradients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -57,10 +57,10 @@ def replace_batchnorm(
     one_of("kind", kind, KINDS)
     if public is None and kind in PUBLIC_KINDS:
         raise ConfigurationError(f"kind={kind!r} needs public rows: give public=, or use kind='group'.")
-    if groups is not None and kind != "group":
-        raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
     if groups is not None:
         groups = whole("groups", groups, least=1)
+        if kind != "group":
+            raise ConfigurationError(f"groups is for kind='group', not for kind={kind!r}.")
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not found:
         raise ConfigurationError("model has no BatchNorm layer to replace.")
@@ -70,7 +70,7 @@ def replace_batchnorm(
                 f"Layer {name!r} is a {type(old).__name__}, which may do more than batch normalization, or is not "
                 "initialized yet: replace it by hand, for instance with PublicBatchNorm, or run the model once."
             )
-    new = _new_layers(public is not None, kind, groups, found)
+    new = [_new_layer(name, old, kind, groups, public is not None) for name, old in found.items()]
     model = exchange_modules(model, dict(zip(found.values(), new, strict=True)))
     try:
         statistics = PublicStatistics(model, None if kind in ("group", "layer") else public)
@@ -84,31 +84,27 @@ def replace_batchnorm(
     return model, statistics
 
 
-def _new_layers(has_public: bool, kind: str, groups: int | None, found: Mapping[str, _BatchNorm]) -> list[nn.Module]:
+def _new_layer(name: str, old: _BatchNorm, kind: str, groups: int | None, has_public: bool) -> nn.Module:
+    """The replacement of a layer, with its scale and shift (the same objects) and its mode."""
+    new: nn.GroupNorm | PublicBatchNorm
     if kind in ("group", "layer"):
-        chosen = 1 if kind == "layer" else groups
-        return [_group_norm(name, old, chosen) for name, old in found.items()]
-    for name, old in () if has_public else found.items():
-        has_none = isinstance(old, BatchStatisticsNorm) and not old.has_statistics
-        if old.running_mean is None or has_none:
-            raise ConfigurationError(
-                f"Layer {name!r} has no running statistics to freeze: give public rows to compute them."
-            )
-    layer_kind = "public" if kind == "frozen" else kind
-    return [_public_norm(old, layer_kind, not has_public) for old in found.values()]
+        new = _group_norm(name, old, 1 if kind == "layer" else groups)
+    else:
+        new = PublicBatchNorm(old.num_features, old.eps, old.affine, kind="public" if kind == "frozen" else kind)
+        if not has_public:
+            if old.running_mean is None or (isinstance(old, BatchStatisticsNorm) and not old.has_statistics):
+                raise ConfigurationError(
+                    f"Layer {name!r} has no running statistics to freeze: give public rows to compute them."
+                )
+            new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
+            new.freeze()
+        elif (at := next(iter([*old.parameters(), *old.buffers()]), None)) is not None:
+            new.running_mean, new.running_var = new.running_mean.to(at), new.running_var.to(at)
+    new.weight, new.bias = old.weight, old.bias
+    return new.train(old.training)
 
 
-def _public_norm(old: _BatchNorm, kind: str, keeps_statistics: bool) -> nn.Module:
-    new = PublicBatchNorm(old.num_features, old.eps, old.affine, kind=kind)
-    if keeps_statistics:
-        new.running_mean, new.running_var = old.running_mean.clone(), old.running_var.clone()  # type: ignore[union-attr]
-        new.freeze()
-    elif (at := next(iter([*old.parameters(), *old.buffers()]), None)) is not None:
-        new.running_mean, new.running_var = new.running_mean.to(at), new.running_var.to(at)
-    return _with_parameters_of(new, old)
-
-
-def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.Module:
+def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.GroupNorm:
     channels, has_positions = old.num_features, not isinstance(old, nn.BatchNorm1d)
     fewest = _FEWEST_CHANNELS if has_positions else _FEWEST_VALUES
     fitting = (g for g in range(_MOST_GROUPS, 0, -1) if channels % g == 0 and channels // g >= fewest)
@@ -120,10 +116,4 @@ def _group_norm(name: str, old: _BatchNorm, groups: int | None) -> nn.Module:
             f"Layer {name!r}: a group would have one value, which normalization always maps to 0, unless there are "
             "several positions: use fewer groups, no normalization there, or kind='public'."
         )
-    return _with_parameters_of(nn.GroupNorm(chosen, channels, old.eps, old.affine), old)
-
-
-def _with_parameters_of(new: nn.Module, old: _BatchNorm) -> nn.Module:
-    """Set the old layer's scale, shift (the same objects) and mode."""
-    new.weight, new.bias = old.weight, old.bias
-    return new.train(old.training)
+    return nn.GroupNorm(chosen, channels, old.eps, old.affine)

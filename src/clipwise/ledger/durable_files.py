@@ -34,31 +34,20 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], Any], mode: int) -> No
 
 def require_writable(argument: str, path: Path) -> None:
     """Raise early for a path where no file can be written. Makes its folder."""
+    require_folder(path.parent, argument)
+    if path.is_dir():
+        raise ConfigurationError(f"{argument}: {path} cannot be written (it is a folder): give another path.")
+
+
+def require_folder(folder: Path, argument: str = "--out") -> None:
+    """Make a folder. Raise early if that is not possible, or if no file can be written there."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # a test of the permission is not enough
             pass
-        reason = "it is a folder" if path.is_dir() else None
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        reason = str(error.strerror if isinstance(error, OSError) else error)
-    if reason is not None:
-        raise ConfigurationError(f"{argument}: {path} cannot be written ({reason}): give another path.")
-
-
-def require_folder(folder: Path) -> None:
-    """Refuse an --out that is not a folder, or that cannot be created or written."""
-    whole = Path(os.path.abspath(folder))
-    place = next(p for p in (whole, *whole.parents) if os.path.lexists(p))
-    if not os.path.isdir(place):
-        raise ConfigurationError(f"--out {folder} cannot be a folder: {place.name} is a file. Give another name.")
-    try:
-        # Testing the permission is not enough: /proc grants it and still refuses to write.
-        with tempfile.TemporaryDirectory(dir=place) as trial:
-            (Path(trial) / whole.relative_to(place)).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--out {folder} cannot be written: {place} does not allow it ({error.strerror}). Give another folder."
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"{argument}: {folder} cannot be written ({reason}): give another path.") from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
 from clipwise.errors import ConfigurationError, LedgerError
@@ -27,9 +27,10 @@ from clipwise.ledger.durable_files import open_locked, sync_folder
 from clipwise.ledger.file_format import JSON, LedgerState, Record, Snapshot, encode, header_line, read
 from clipwise.privacy import Entry, Event
 
-__all__ = ["JSON", "FileLedger", "Ledger", "Limit", "MemoryLedger", "Snapshot", "read"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-SomeLedger = TypeVar("SomeLedger", bound="Ledger")
+__all__ = ["JSON", "FileLedger", "Ledger", "Limit", "MemoryLedger", "Snapshot", "read"]
 
 
 class Limit(Protocol):
@@ -219,7 +220,7 @@ class Ledger(ABC):
     def require_in_place(self) -> None:
         """Raise LedgerError if the ledger is no longer where it was written."""
 
-    def __enter__(self: SomeLedger) -> SomeLedger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

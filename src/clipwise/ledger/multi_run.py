@@ -193,11 +193,6 @@ def joint_history(files: Sequence[Snapshot]) -> list[Entry]:
     return [replace(entry, run=f"{file.run}/{entry.run}") for file in files for entry in file.history]
 
 
-def are_seeded(files: Sequence[Snapshot]) -> bool:
-    """Whether any of them used a given seed for noise and samples, so that no guarantee is claimed."""
-    return any(about.get("seeded") is True for file in files for about in file.about)
-
-
 def require_unused(key: str, ledger: Ledger) -> None:
     """Raise if another run in this ledger used the noise key with this id."""
     if ledger.position and key in _keys(ledger.about):

@@ -20,24 +20,23 @@ _HARDSIGMOID = 1 / 6 * (1 + 1e-7)  # torch rounds 1/6 to float32, even in float6
 _LARGEST_EXPONENT = 80.0  # its exp is finite in float32
 _SELU = 1.0507009873554805 * 1.6732632423543773 * (1 + 1e-9)
 
-Constants = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
+SlopeBounds = tuple[float, float, float]  # slope, |f(0)|, the largest |f|
 
 
-def elementwise_rule(constants: Constants, rounding: Rounding) -> Rule:
+def elementwise_rule(constants: SlopeBounds, rounding: Rounding) -> Rule:
     """y = f(x) with |f'| <= slope, |f(0)| and the largest |f| as given: |y| <= slope |x| + sqrt(n) |f(0)|."""
     slack = 1 + rounding.of_elements
     gain, at_zero, most = (slack * c for c in constants)
-    return PlainRule(lambda x: _reach(x, gain, at_zero, most), gain)
 
+    def bound(x: Reach) -> Reach:
+        return Reach.of(
+            x.shape,
+            norm=gain * x.norm + math.sqrt(x.size) * at_zero,
+            row=gain * x.row + math.sqrt(x.shape[-1] if x.shape else 1) * at_zero,
+            entry=min(gain * x.entry + at_zero, most),
+        )
 
-def _reach(x: Reach, gain: float, at_zero: float = 0.0, most: float = math.inf) -> Reach:
-    last = x.shape[-1] if x.shape else 1
-    return Reach.of(
-        x.shape,
-        norm=gain * x.norm + math.sqrt(x.size) * at_zero,
-        row=gain * x.row + math.sqrt(last) * at_zero,
-        entry=min(gain * x.entry + at_zero, most),
-    )
+    return PlainRule(bound, gain)
 
 
 def activation_rule(call: Call) -> Rule:
@@ -55,24 +54,20 @@ def affine_rule(factor: float, rounding: Rounding, shift: float = 0.0) -> Rule:
 
 def dropout_rule(call: Call) -> Rule:
     """Dropout in training: kept values are multiplied by 1 / (1 - p)."""
-    return affine_rule(dropped(call.target.p), call.rounding)
+    p = call.target.p
+    return affine_rule(1 / (1 - p) if p < 1 else 1.0, call.rounding)
 
 
-def dropped(p: float) -> float:
-    """The factor by which dropout multiplies kept values in training."""
-    return 1 / (1 - p) if p < 1 else 1.0
-
-
-def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], Constants]:
+def _fixed(slope: float, at_zero: float = 0.0, most: float = math.inf) -> Callable[[Any], SlopeBounds]:
     return lambda module: (slope, at_zero, most)
 
 
-def _clamped(module: nn.Hardtanh) -> Constants:
+def _clamped(module: nn.Hardtanh) -> SlopeBounds:
     low, high = float(module.min_val), float(module.max_val)
     return 1.0, max(low, -high, 0.0), max(abs(low), abs(high))
 
 
-def _softplus(module: nn.Softplus) -> Constants:
+def _softplus(module: nn.Softplus) -> SlopeBounds:
     """log(1 + exp(beta x)) / beta, or x above the threshold."""
     if module.beta == 0:
         raise ConfigurationError("Softplus with beta=0 is undefined: give another beta.")
@@ -83,7 +78,7 @@ def _softplus(module: nn.Softplus) -> Constants:
     return 1.0, math.log(2) / abs(module.beta), math.inf
 
 
-def constants_of(module: nn.Module) -> Constants:
+def constants_of(module: nn.Module) -> SlopeBounds:
     """Slope, |f(0)| and the largest |f| of an activation; raises an error if it has no bound."""
     for name, value in vars(module).items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -91,7 +86,7 @@ def constants_of(module: nn.Module) -> Constants:
     return MODULES[type(module)](module)
 
 
-MODULES: dict[type[nn.Module], Callable[[Any], Constants]] = {
+MODULES: dict[type[nn.Module], Callable[[Any], SlopeBounds]] = {
     nn.ReLU: _fixed(1.0),
     nn.ReLU6: _fixed(1.0, most=6.0),
     nn.LeakyReLU: lambda m: (max(1.0, abs(m.negative_slope)), 0.0, math.inf),

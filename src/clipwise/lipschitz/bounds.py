@@ -101,15 +101,15 @@ def bounds_of(
     return bounds_from(network, norms, loss_constant)
 
 
-Measured = dict[str, dict[str, float]]  # by operation
+MeasuredNorms = dict[str, dict[str, float]]  # by operation
 
 
-def bounds_from(network: Network, norms: Measured, loss_constant: float) -> Bounds:
+def bounds_from(network: Network, norms: MeasuredNorms, loss_constant: float) -> Bounds:
     """`bounds_of` from measured norms."""
     return _backward(network, norms, _forward(network, norms), loss_constant)
 
 
-def measured_norms(network: Network, effort: Effort, operations: Iterable[Operation] | None = None) -> Measured:
+def measured_norms(network: Network, effort: Effort, operations: Iterable[Operation] | None = None) -> MeasuredNorms:
     """The norms of all weights, or of some operations, with one copy from the device."""
     rules = {op.name: op.rule for op in (network.operations if operations is None else operations)}
     wanted = {name: rule.measured(effort) for name, rule in rules.items()}
@@ -117,9 +117,9 @@ def measured_norms(network: Network, effort: Effort, operations: Iterable[Operat
     return {op: rules[op].joined({name: next(values) for name in some}) for op, some in wanted.items()}
 
 
-def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
+def _allowed_norms(network: Network, limits: Mapping[str, float]) -> MeasuredNorms:
     """The largest norms of weights within the limits; frozen layers are measured."""
-    found: Measured = {}
+    found: MeasuredNorms = {}
     for op in network.operations:
         given = [limits[full] for full in op.parameters.values() if full in limits]
         if 0 < len(given) < len(op.parameters):
@@ -134,7 +134,7 @@ def _allowed_norms(network: Network, limits: Mapping[str, float]) -> Measured:
     return found
 
 
-def _forward(network: Network, norms: Measured) -> dict[str, Reach]:
+def _forward(network: Network, norms: MeasuredNorms) -> dict[str, Reach]:
     reaches = {network.input: Reach.of(network.input_shape)}
     for op in network.operations:
         reach = op.rule.largest([reaches[name] for name in op.inputs], norms[op.name])
@@ -147,7 +147,7 @@ def _forward(network: Network, norms: Measured) -> dict[str, Reach]:
     return reaches
 
 
-def _backward(network: Network, norms: Measured, reaches: Mapping[str, Reach], loss_constant: float) -> Bounds:
+def _backward(network: Network, norms: MeasuredNorms, reaches: Mapping[str, Reach], loss_constant: float) -> Bounds:
     arriving: dict[str, Lengths] = {network.output: Lengths({("loss", 0): loss_constant})}
     parameters: dict[str, Lengths] = {}
     for op in reversed(network.operations):

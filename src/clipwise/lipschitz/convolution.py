@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clipwise.layers.clipped.linear import AnyConvolution, Convolution, window_counts
 from clipwise.lipschitz.linear import AffineRule
 from clipwise.lipschitz.matrix_norms import EPS, Spectral, frobenius_norms, spectral_bounds
 from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule, fixed_gain_rule
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _SLACK = 2.0**-26  # for sums of up to 2^26 numbers in float64
 _LARGEST_TORUS = 2**23  # numbers in the transfer matrices of a torus bound: 128 MiB
 _TORUS_ITERATIONS = 5
 
 
 @dataclass(frozen=True)
-class Windows:
+class WindowGeometry:
     """The geometry of a kernel's windows on an image, per dimension. `before`: zero padding; `out`: window count."""
 
     size: tuple[int, ...]
@@ -41,29 +40,19 @@ class Windows:
     @cached_property
     def cover(self) -> int:
         """The largest number of windows with one pixel; at most ceil(k / (s / gcd(s, dilation))) per dimension."""
-        return math.prod(max(inside, default=0) for inside, _ in self._counts())
+        return math.prod(cover for _, cover, _ in self._counts())
 
     @cached_property
     def taps(self) -> int:
         """The largest number of image pixels in one window."""
-        return math.prod(max(held, default=0) for _, held in self._counts())
+        return math.prod(taps for _, _, taps in self._counts())
 
-    def _counts(self) -> list[tuple[list[int], list[int]]]:
-        """Per dimension: the number of windows of each pixel, and of pixels in each window."""
-        found = []
-        for n, k, s, d, b, o in zip(
-            self.size, self.kernel, self.stride, self.dilation, self.before, self.out, strict=True
-        ):
-            inside, held = [0] * n, [0] * o
-            for q, j in itertools.product(range(o), range(k)):
-                if 0 <= (pixel := q * s - b + j * d) < n:
-                    inside[pixel] += 1
-                    held[q] += 1
-            found.append((inside, held))
-        return found
+    def _counts(self) -> list[tuple[int, int, int]]:
+        each = zip(self.size, self.kernel, self.stride, self.dilation, self.before, self.out, strict=True)
+        return [window_counts(n, k, s, d, before, windows=out) for n, k, s, d, before, out in each]
 
 
-def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
+def operator_from(norms: Mapping[str, float], windows: WindowGeometry) -> float:
     """An upper bound on the operator norm of the convolution, the smallest of:
 
     - gathering: |windows of x|^2 <= cover |x|^2, so sqrt(cover) |W|, W as c_out x (c_in k);
@@ -81,7 +70,7 @@ def operator_from(norms: Mapping[str, float], windows: Windows) -> float:
     return min(*found, norms.get("torus", math.inf)) * (1 + _SLACK) if finite else math.inf
 
 
-def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
+def torus_bound(weight: Tensor, groups: int, windows: WindowGeometry) -> Tensor:
     """An upper bound on the norm from the Fourier transform of the operator; infinite if that is too large to form.
 
     On a torus of N >= n + d (k - 1) pixels per dimension no window wraps around, so a convolution with zero padding is
@@ -116,27 +105,26 @@ def torus_bound(weight: Tensor, groups: int, windows: Windows) -> Tensor:
 
 
 class ConvolutionRule(AffineRule):
-    """A convolution with zero padding over P windows; see `Windows` for `cover`, `operator_from` for its norm.
+    """A convolution with zero padding over P windows; see `WindowGeometry` for `cover`, `operator_from` for its norm.
 
     dW = sum_p g_p window_p^T, so |dW|_F <= |g| |windows|_F <= |g| min(sqrt(cover) |x|, sqrt(P) max_p |window_p|);
     db = sum_p g_p, so |db| <= sqrt(P) |g|.
     """
 
-    module: Convolution
+    module: AnyConvolution
 
     def __init__(self, call: Call) -> None:
-        module: Convolution = call.target
+        module: AnyConvolution = call.target
         (shape,), self.out = call.shapes, call.out
         if module.padding_mode != "zeros":
             raise call.refusal(f"padding_mode={module.padding_mode!r} has no bound here: use 'zeros'")
         if len(shape) != len(module.kernel_size) + 1:
             raise call.refusal("its input has no batch dimension: give input_shape without the batch")
         self.module, self.rounding, self.groups = module, call.rounding, module.groups
-        reach = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        padding = {"same": [r // 2 for r in reach], "valid": [0] * len(reach)}
-        before = tuple(padding[module.padding] if isinstance(module.padding, str) else module.padding)
-        geometry = module.kernel_size, module.stride, module.dilation
-        self.windows = Windows(tuple(shape[1:]), *geometry, before, tuple(call.out[1:]))
+        place = Convolution(module)
+        before = tuple(before for before, _ in place.around)
+        geometry = place.kernel, place.stride, place.dilation, before
+        self.windows = WindowGeometry(tuple(shape[1:]), *geometry, tuple(call.out[1:]))
         self._taps = self.windows.taps
         self._channels = module.in_channels // module.groups
         self.gathered = math.sqrt(self.windows.cover)
@@ -144,15 +132,15 @@ class ConvolutionRule(AffineRule):
     def measured(self, effort: Effort) -> Measurements:
         """The norms of every affine map, and those that `operator_from` needs besides."""
         weight = self.module.weight.detach().double()
-        by_group = weight.reshape(self.groups, weight.shape[0] // self.groups, weight.shape[1], -1)
-        sizes = by_group.abs()
+        per_group = weight.reshape(self.groups, weight.shape[0] // self.groups, weight.shape[1], -1)
+        sizes = per_group.abs()
         found = super().measured(effort) | {
             "most into an output": sizes.sum((2, 3)).amax(),
             "most out of an input": sizes.sum(1).sum(2).amax(),
         }
-        if by_group.shape[1] < by_group.shape[2] or effort == "tight":
+        if per_group.shape[1] < per_group.shape[2] or effort == "tight":
             # With more inputs than outputs this form of W has fewer rows, so noise in it has a smaller norm.
-            found["scattering"] = Spectral(by_group.transpose(2, 3).flatten(1, 2))
+            found["scattering"] = Spectral(per_group.transpose(2, 3).flatten(1, 2))
         return found | ({"torus": torus_bound(weight, self.groups, self.windows)} if effort == "tight" else {})
 
     def joined(self, found: Norms) -> dict[str, float]:
@@ -248,7 +236,7 @@ def maximum_rule(call: Call) -> Rule:
     )
     if any(d > n for n, d in zip(sizes, dilation, strict=True)):
         raise call.refusal("its dilation is larger than the image, so a window can be empty: use a smaller dilation")
-    return _maximum(call, Windows(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
+    return _maximum(call, WindowGeometry(tuple(sizes), kernel, stride, dilation, padding, call.out[1:]).cover)
 
 
 def _maximum(call: Call, windows: int) -> Rule:

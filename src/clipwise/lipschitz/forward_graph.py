@@ -16,7 +16,7 @@ from clipwise.lipschitz.rule_tables import TRACED_AS_A_WHOLE, require_no_global_
 _MADE_BY_FX = "_tensor_constant"
 
 
-class Step(NamedTuple):
+class GraphStep(NamedTuple):
     """One operation of a graph, in a form that can be compared between graphs."""
 
     op: str
@@ -65,13 +65,13 @@ def _traced_once(model: nn.Module) -> fx.Graph:
     return graph
 
 
-def steps_of(graph: fx.Graph) -> list[Step]:
+def steps_of(graph: fx.Graph) -> list[GraphStep]:
     """All operations of a graph in their order."""
 
     def named(given: Any) -> Any:
         return fx.node.map_arg(given, lambda n: n.name)
 
-    return [Step(node.op, node.target, named(node.args), named(node.kwargs)) for node in graph.nodes]
+    return [GraphStep(node.op, node.target, named(node.args), named(node.kwargs)) for node in graph.nodes]
 
 
 def attribute_of(module: nn.Module, path: str) -> Any:
@@ -121,6 +121,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _untraceable(error: Exception) -> str:
     return (
-        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not know "
+        "it cannot be traced, because its forward depends on values or uses Python that torch.fx does not support "
         f"({type(error).__name__}: {str(error).rstrip('.')}). Write it without such branches"
     )

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from clipwise.lipschitz.matrix_norms import (
     EPS,
-    Frobenius,
     Length,
-    LongestRow,
     Spectral,
-    Vector,
-    Wanted,
     frobenius_norms,
+    largest_frobenius,
+    length,
+    longest_row,
 )
 from clipwise.lipschitz.rule import Call, Effort, Measurements, Norms, Reach, Rule
 
@@ -42,10 +41,10 @@ class AffineRule(Rule):
     def measured(self, effort: Effort) -> Measurements:
         spectral = Spectral(self._matrices())
         is_wide = spectral.matrices.shape[1] <= spectral.matrices.shape[2]
-        rows = LongestRow(spectral) if is_wide else self._length(spectral.matrices, 2)
+        rows = longest_row(spectral) if is_wide else self._length(spectral.matrices, 2)
         bias = self._bias_length()
         shift = spectral.matrices.new_zeros(()) if bias is None else bias
-        return {"weight": spectral, "frobenius": Frobenius(spectral), "rows": rows, "bias": shift}
+        return {"weight": spectral, "frobenius": largest_frobenius(spectral), "rows": rows, "bias": shift}
 
     def allowed(self, limit: float) -> dict[str, float]:
         shift = 0.0 if self.module.bias is None else limit
@@ -79,16 +78,18 @@ class AffineRule(Rule):
         return weight.reshape(self.groups, weight.shape[0] // self.groups, -1)
 
     @staticmethod
-    def _length(matrices: Tensor, *dims: int) -> Wanted:
+    def _length(matrices: Tensor, *dims: int) -> Length:
         """The largest norm over these dimensions, one after another."""
         lengths, terms = matrices, 1
         for dim in dims:
             terms *= lengths.shape[dim]
             lengths = torch.linalg.vector_norm(lengths, dim=dim)
-        return Length(lengths.amax(), terms)
+        return length(lengths.amax(), terms)
 
-    def _bias_length(self) -> Wanted | None:
-        return None if self.module.bias is None else Vector(self.module.bias.detach())
+    def _bias_length(self) -> Length | None:
+        if (bias := self.module.bias) is None:
+            return None
+        return length(torch.linalg.vector_norm(bias.detach(), dtype=torch.float64), bias.numel())
 
     def _with_bias(self, weight: float, bias: float) -> dict[str, float]:
         return {"weight": weight} if self.module.bias is None else {"weight": weight, "bias": bias}

@@ -12,8 +12,7 @@ batches.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -126,55 +125,22 @@ _FILLED_UP = (32, 128)  # sizes to which smaller matrices are padded
 Number = Tensor | float  # a float64 scalar tensor, possibly on a device, or a float
 
 
-class Wanted(ABC):
-    """A certified norm in two steps: operations on the device, then arithmetic on the host."""
+@dataclass(frozen=True, eq=False)
+class Length:
+    """A certified norm in two steps: `numbers` are computed on the device, and `certified` bounds the norm on the host.
 
-    @abstractmethod
-    def numbers(self) -> list[Number]:
-        """The inputs of `certified`, on the device or on the host."""
+    The bound is inf or NaN if an entry is not finite.
+    """
 
-    @abstractmethod
-    def certified(self, numbers: Sequence[float]) -> float:
-        """An upper bound on the norm; inf or NaN if an entry is not finite."""
-
-    def __float__(self) -> float:
-        return measured_together([self])[0]
+    numbers: Sequence[Number]
+    certified: Callable[..., float]
 
 
-@dataclass(frozen=True)
-class Length(Wanted):
-    """The root of a sum of `terms` squares, computed in float64."""
+@dataclass(frozen=True, eq=False)
+class Spectral:
+    """The largest spectral norm of several matrices, float64 [g, m, n], from the largest eigenvalue of G = A A^T.
 
-    length: Tensor
-    terms: int
-
-    def numbers(self) -> list[Number]:
-        return [self.length]
-
-    def certified(self, numbers: Sequence[float]) -> float:
-        (length,) = numbers
-        return _rounded_up(length, self.terms)
-
-
-@dataclass(frozen=True)
-class Vector(Wanted):
-    """The norm of a tensor as one vector. Several on a CPU take one operation."""
-
-    values: Tensor
-
-    def numbers(self) -> list[Number]:
-        return [torch.linalg.vector_norm(self.values, dtype=torch.float64)]
-
-    def certified(self, numbers: Sequence[float]) -> float:
-        (length,) = numbers
-        return _rounded_up(length, self.values.numel())
-
-
-@dataclass(frozen=True)
-class Spectral(Wanted):
-    """The largest spectral norm of several matrices, float64 [g, m, n]. See `measured_together` for `numbers`.
-
-    The computed G = A A^T has an error of at most 4 (n + 8) u |A|_F^2, and |A|_F^2 is the trace, so
+    The computed G has an error of at most 4 (n + 8) u |A|_F^2, and |A|_F^2 is the trace, so
 
         |A|^2 <= |G| + 4 (n + 8) u |A|_F^2.
 
@@ -205,11 +171,7 @@ class Spectral(Wanted):
         """|A|_F^2 summed over all matrices. Not finite if an entry is not."""
         return sum(map(sum, self.squares)) if self.is_quick else self.gram.diagonal(0, -2, -1).sum()
 
-    def numbers(self) -> list[Number]:
-        return [self.trace]
-
-    def certified(self, numbers: Sequence[float]) -> float:
-        top, trace = numbers
+    def certified(self, top: float, trace: float) -> float:
         if not math.isfinite(trace):
             return trace
         count, m, n = self.matrices.shape[0], min(self.matrices.shape[1:]), max(self.matrices.shape[1:])
@@ -219,40 +181,34 @@ class Spectral(Wanted):
         return math.sqrt(min(square, whole)) * (1 + 8 * EPS) + NOTHING
 
 
-@dataclass(frozen=True)
-class Frobenius(Wanted):
+Wanted = Tensor | Length | Spectral  # a tensor is used as it is
+
+
+def length(found: Tensor, terms: int) -> Length:
+    """The root of a sum of `terms` squares, computed in float64."""
+    return Length([found], lambda length: _rounded_up(length, terms))
+
+
+def largest_frobenius(of: Spectral) -> Length:
     """The largest Frobenius norm of the same matrices."""
-
-    of: Spectral
-
-    def numbers(self) -> list[Number]:
-        """The largest square, and the trace: max() ignores NaN, and a sum does not."""
-        if self.of.is_quick:
-            return [max(map(sum, self.of.squares)), self.of.trace]
-        return [self.of.gram.diagonal(0, -2, -1).sum(-1).amax(), self.of.trace]
-
-    def certified(self, numbers: Sequence[float]) -> float:
-        square, trace = numbers
-        return _rounded_up(math.sqrt(square), self._terms()) if math.isfinite(trace) else trace
-
-    def _terms(self) -> int:
-        return self.of.matrices[0].numel()
+    square = max(map(sum, of.squares)) if of.is_quick else of.gram.diagonal(0, -2, -1).sum(-1).amax()
+    return _root(square, of, of.matrices[0].numel())
 
 
-@dataclass(frozen=True)
-class LongestRow(Frobenius):
+def longest_row(of: Spectral) -> Length:
     """The norm of their longest row; the matrices must not be taller than wide."""
+    assert of.matrices.shape[-2] <= of.matrices.shape[-1], "the diagonal has the columns"
+    square = max(map(max, of.squares)) if of.is_quick else of.gram.diagonal(0, -2, -1).amax()
+    return _root(square, of, of.matrices.shape[-1])
 
-    def __post_init__(self) -> None:
-        assert self.of.matrices.shape[-2] <= self.of.matrices.shape[-1], "the diagonal has the columns"
 
-    def numbers(self) -> list[Number]:
-        if self.of.is_quick:
-            return [max(map(max, self.of.squares)), self.of.trace]
-        return [self.of.gram.diagonal(0, -2, -1).amax(), self.of.trace]
+def _root(square: Number, of: Spectral, terms: int) -> Length:
+    """The root of a largest square. The trace shows NaN, which max() may ignore."""
 
-    def _terms(self) -> int:
-        return self.of.matrices.shape[-1]
+    def certified(square: float, trace: float) -> float:
+        return _rounded_up(math.sqrt(square), terms) if math.isfinite(trace) else trace
+
+    return Length([square, of.trace], certified)
 
 
 def _rounded_up(length: float, terms: int) -> float:
@@ -260,34 +216,24 @@ def _rounded_up(length: float, terms: int) -> float:
 
 
 @torch.no_grad()
-def measured_together(wanted: Sequence[Tensor | Wanted]) -> list[float]:
-    """Each norm as a float. A tensor is used as it is."""
+def measured_together(wanted: Sequence[Wanted]) -> list[float]:
+    """Each norm as a float."""
     tops = _largest_eigenvalues([w for w in wanted if isinstance(w, Spectral) and w.matrices.numel()])
-    lengths = _lengths([w for w in wanted if isinstance(w, Vector)])
-    groups: list[list[Number]] = []
+    groups: list[Sequence[Number]] = []
     for w in wanted:
         if isinstance(w, Tensor):
             groups.append([w.reshape(())])
-        elif id(w) in lengths:
-            groups.append([lengths[id(w)]])
         elif isinstance(w, Spectral):
             groups.append([tops[id(w)], w.trace] if id(w) in tops else [])
         else:
-            groups.append(w.numbers())
+            groups.append(w.numbers)
     far = [number for group in groups for number in group if isinstance(number, Tensor)]
     values = iter(torch.stack(far).tolist() if far else [])
     found: list[float] = []
     for w, group in zip(wanted, groups, strict=True):
         here = [next(values) if isinstance(number, Tensor) else number for number in group]
-        found.append(0.0 if not here else here[0] if isinstance(w, Tensor) else w.certified(here))
+        found.append(0.0 if not here else here[0] if isinstance(w, Tensor) else w.certified(*here))
     return found
-
-
-def _lengths(vectors: Sequence[Vector]) -> dict[int, Tensor]:
-    """The norms of vectors on a CPU, by id. On other devices the accumulation dtype is not documented."""
-    near = [v for v in vectors if v.values.device.type == "cpu"]
-    found = torch._foreach_norm([v.values for v in near], 2, torch.float64) if near else []
-    return dict(zip(map(id, near), found, strict=True))
 
 
 def _largest_eigenvalues(spectral: Sequence[Spectral]) -> dict[int, Number]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
@@ -20,24 +20,17 @@ EFFORTS: tuple[Effort, ...] = ("spectral", "tight")
 
 Shape = tuple[int, ...]  # of one example's value, without the batch dimension
 Norms = Mapping[str, float]  # measured norms of an operation's parameters
-Measurements = dict[str, Tensor | Wanted]  # norms to measure
+Measurements = dict[str, Wanted]  # norms to measure
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Bounds on a value of the network that hold for any example.
-
-    Args:
-        shape: of one example's value, without the batch dimension.
-        norm: L2 norm of the whole value.
-        row: L2 norm along the last dimension, at any position.
-        entry: absolute value of any entry.
-    """
+    """Bounds on a value of the network that hold for any example."""
 
     shape: Shape
-    norm: float
-    row: float
-    entry: float
+    norm: float  # the L2 norm of the whole value
+    row: float  # the L2 norm along the last dimension, at any position
+    entry: float  # the absolute value of any entry
 
     @classmethod
     def of(cls, shape: Sequence[int], norm: float = math.inf, row: float = math.inf, entry: float = math.inf) -> Reach:
@@ -59,15 +52,10 @@ class Reach:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Rounding error bounds for the arithmetic of training.
+    """Rounding error bounds for the arithmetic of training."""
 
-    Args:
-        unit: the distance from 1 to the next number in the network's dtype.
-        arithmetic: how products are computed.
-    """
-
-    unit: float
-    arithmetic: Arithmetic = IEEE
+    unit: float  # the distance from 1 to the next number in the network's dtype
+    arithmetic: Arithmetic = IEEE  # of products
 
     def of_sum(self, terms: int) -> float:
         """The error of a sum of products, relative to sum |a| |b|, in any order: gamma_n = n u / (1 - n u)."""
@@ -134,14 +122,11 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class PlainRule(Rule):
-    """An operation on one value, without parameters.
+    """An operation on one value, without parameters."""
 
-    `bound` is for the output, `gain` is |J|, and with `is_view` the output may share the memory of the input.
-    """
-
-    bound: Callable[[Reach], Reach]
-    gain: float
-    is_view: bool = False
+    bound: Callable[[Reach], Reach]  # for the output
+    gain: float  # |J|
+    is_view: bool = False  # whether the output may share the memory of the input
 
     def largest(self, reaches: Sequence[Reach], norms: Norms) -> Reach:
         return self.bound(reaches[0])
@@ -183,21 +168,16 @@ def refusal(name: str, what: Any, reason: str) -> UnsupportedModelError:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a module, a function or a method, from which its rule is built.
-
-    `target` is the module, the function or the name of the method. `shapes` and `out` are those of one example's
-    operands and result. `arguments` and `options` of a function or method have None for tensors. `has_weights`: whether
-    an operand is a parameter or buffer of the model.
-    """
+    """A call of a module, a function or a method, from which its rule is built."""
 
     name: str
-    target: Any
-    shapes: Sequence[Shape]
-    out: Shape
+    target: Any  # the module, the function or the name of the method
+    shapes: Sequence[Shape]  # of one example's operands
+    out: Shape  # of one example's result
     rounding: Rounding
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()  # of a function or method, with None for tensors
     options: Mapping[str, Any] = field(default_factory=dict)
-    has_weights: bool = False
+    has_weights: bool = False  # whether an operand is a parameter or buffer of the model
 
     def option(self, name: str, position: int, default: Any = None) -> Any:
         """An argument, given by name or by position."""

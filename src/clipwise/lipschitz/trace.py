@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.gradients.precision import IEEE, Arithmetic
 from clipwise.layers.bounded import ClipInput
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_of, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_of, steps_of
 from clipwise.lipschitz.linear import ParameterRule
 from clipwise.lipschitz.rule import Call, Rounding, Rule, refusal
 from clipwise.lipschitz.rule_tables import INSTEAD, function_rule, module_rule, require_rule
@@ -30,16 +30,13 @@ _TAKE_SIZES = ("view", "reshape")
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the network.
-
-    `where` names it in messages. `parameters` maps its module's names to the model's.
-    """
+    """One operation of the network."""
 
     name: str
-    where: str
+    where: str  # its name in messages
     rule: Rule
     inputs: tuple[str, ...]
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str]  # from its module's names to the model's
 
 
 @dataclass(frozen=True)
@@ -63,24 +60,17 @@ class Network:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     rounding: Rounding
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
 
     @cached_property
     def uses(self) -> Mapping[str, int]:
         """The number of operations that use each parameter."""
         return Counter(full for op in self.operations for full in op.parameters.values())
 
-    def parameter(self, name: str) -> Tensor:
-        """The current parameter under this name."""
-        module, own = self._holders[name]
-        found: Tensor = getattr(module, own)
-        return found
-
     @cached_property
-    def _holders(self) -> Mapping[str, tuple[nn.Module, str]]:
-        """Cached, because a lookup by path is slow."""
-        names = (name.rpartition(".") for name, _ in self.graph.named_parameters(remove_duplicate=False))
-        return {f"{path}{dot}{own}": (self.graph.get_submodule(path), own) for path, dot, own in names}
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters under all of their names."""
+        return dict(self.graph.named_parameters(remove_duplicate=False))
 
 
 def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic = IEEE) -> Network:
@@ -92,20 +82,13 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         arithmetic: of the products in training.
     """
     require_module(model)
-    shape = example_shape(input_shape)
+    shape = plain(input_shape)
+    if not (isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape)):
+        raise ConfigurationError(
+            f"input_shape must be the sizes of one example without the batch, such as (1, 28, 28), not {input_shape!r}."
+        )
     module = fx.GraphModule(model, graph_of(model))
-    rounding = Rounding(unit_of(model), arithmetic)
-    return _Walk(model, module, shape, rounding).network()
-
-
-def example_shape(given: object) -> tuple[int, ...]:
-    """Validate an `input_shape`."""
-    shape = plain(given)
-    if isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape):
-        return tuple(shape)
-    raise ConfigurationError(
-        f"input_shape must be the sizes of one example, without the batch, such as (1, 28, 28), not {given!r}."
-    )
+    return _Walk(model, module, tuple(shape), Rounding(unit_of(model), arithmetic)).network()
 
 
 class _Walk:
@@ -138,11 +121,11 @@ class _Walk:
         (result,) = nodes[-1].args
         if not (isinstance(result, fx.Node) and isinstance(self._values[result], Tensor)):
             raise UnsupportedModelError("Lipschitz bounds: the model must return one tensor.")
-        steps = tuple(steps_of(self._module.graph))
-        # Only now: an unused operation may have written in place into a used value.
-        self._module.graph.eliminate_dead_code()
+        graph = self._module.graph
+        steps = tuple(steps_of(graph))
+        graph.eliminate_dead_code()  # only now: an unused operation may have written in place into a used value
         self._module.recompile()
-        used = {node.name for node in self._module.graph.nodes}
+        used = {node.name for node in graph.nodes}
         operations = tuple(op for op in self._operations if op.name in used)
         shapes = self._input_shape, self._shape(result)
         return Network(self._module, operations, input_node.name, result.name, *shapes, self._rounding, steps)
@@ -175,9 +158,9 @@ class _Walk:
 
     def _evaluated(self, node: fx.Node, values: dict[fx.Node, Any], examples: int) -> Any:
         if node.op == "placeholder":
-            takes_ids = any(isinstance(self._layer(user), nn.Embedding) for user in node.users)
             kind = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), torch.float32)
-            kind = torch.long if takes_ids else kind
+            if any(isinstance(self._layer(user), nn.Embedding) for user in node.users):
+                kind = torch.long  # ids
             return torch.empty((examples, *self._input_shape), dtype=kind, device="meta")
         if node.op == "get_attr":
             owner = attribute_of(self._module, str(node.target))
@@ -227,18 +210,15 @@ class _Walk:
         self._operations.append(Operation(node.name, where, rule, tuple(n.name for n in tensors), parameters))
 
     def _require_examples(self, where: str, target: Any, value: Tensor) -> None:
-        reason = ""
         if value.ndim == 0 or value.shape[0] != _EXAMPLES:
             reason = "the first dimension of its result does not hold the examples: process each example independently"
         elif value.dtype not in (torch.float32, torch.float64):
             reason = f"it returns {value.dtype}: the rounding of half precision is too large, leave dtype out"
         elif any(n and n % _EXAMPLES == 0 for n in value.shape[1:]):
-            reason = (
-                "its result has the examples along a second dimension too, which combines each with all others: give "
-                "operands the same number of dimensions"
-            )
-        if reason:
-            raise refusal(where, target, reason)
+            reason = "it combines each example with all others: give operands the same number of dimensions"
+        else:
+            return
+        raise refusal(where, target, reason)
 
     def _require_no_count(self, node: fx.Node, where: str) -> None:
         """Refuse to compute with the number of examples, which is secret; it may only be a size."""

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 from clipwise.errors import StepError, UnsupportedModelError
 from clipwise.gradients.outline import ACCUMULATE
-from clipwise.gradients.walk import behind
+from clipwise.gradients.walk import graph_nodes
 from clipwise.layers.bounded import ClipInput
 from clipwise.layers.clipped.layer import HOOKS
-from clipwise.lipschitz.forward_graph import Step, attribute_of, graph_again, steps_of
+from clipwise.lipschitz.forward_graph import GraphStep, attribute_of, graph_again, steps_of
 from clipwise.lipschitz.rule_tables import require_no_global_hooks
 from clipwise.lipschitz.trace import Network
 
@@ -112,8 +112,7 @@ class AsTraced:
             if now != self._first[name]:
                 raise StepError(
                     f"Settings, hooks or tensors of layer {name!r} ({type(layer).__name__}) were changed after "
-                    "make_private, so the bounds no longer hold: make a new private run. (Change weights in place, "
-                    "under torch.no_grad().)"
+                    "make_private, so the bounds no longer hold: make a new private run."
                 )
 
     def _require_same_graph(self, again: fx.Graph) -> None:
@@ -125,13 +124,12 @@ class AsTraced:
             return
         one, other = next(pair for pair in zip(before, now, strict=False) if pair[0] != pair[1])
         raise StepError(
-            "The model's forward pass differs from its trace: "
-            f"{other.words}, where it had {one.words}. The bounds hold for the trace only: restore what it reads, or "
-            "make a new private run."
+            f"The model's forward pass differs from its trace: {other.words}, where it had {one.words}. The bounds "
+            "hold for the trace only: restore what it reads, or make a new private run."
         )
 
 
-def _hides_a_number(step: Step) -> bool:
+def _hides_a_number(step: GraphStep) -> bool:
     """The 3 of x + 3, and the rate of a dropout: autograd graphs do not show them."""
     adds = step.target in _ADDS and any(isinstance(a, numbers.Number) for a in step.arguments)
     return adds or step.target is F.dropout
@@ -154,44 +152,18 @@ _FOLLOWS = ("_sym_", "_sizes", "_strides", "_options")  # saved shapes; shapes a
 
 
 class Spot(NamedTuple):
-    """The description of one graph node.
+    """The description of one graph node."""
 
-    Args:
-        name: of its operation; "parameter" for a node that accumulates a parameter's gradient.
-        leads: for each gradient that it returns, the index of the receiving node and of that node's input.
-        shapes: of the gradients that it receives.
-        settings: saved attributes by name, except tensors; norm and shape of a clip; the name of a parameter.
-    """
-
-    name: str
-    leads: Sequence[tuple[int | None, int]]
-    shapes: Shapes
-    settings: tuple[tuple[str, Any], ...]
+    name: str  # of its operation; "parameter" for a node that accumulates a parameter's gradient
+    leads: Sequence[tuple[int | None, int]]  # where each gradient that it returns goes: a node, and an input of it
+    shapes: Shapes  # of the gradients that it receives
+    settings: tuple[tuple[str, Any], ...]  # saved attributes, except tensors; norm and shape of a clip; a name
 
     @property
     def words(self) -> str:
         """The operation as text, without output sizes, which depend on the batch size."""
         extra = ", ".join(f"{k.removeprefix('_saved_')}={v}" for k, v in self.settings)
         return f"{self.name.removesuffix('Backward0')}{f' ({extra})' if extra else ''}"
-
-
-class Pattern:
-    """The spots of the traced graph, for any number of examples."""
-
-    def __init__(self, few: Sequence[Spot], more: Sequence[Spot]) -> None:
-        self._spots = few
-        # A pair (a, b) stands for the size a + b n for n examples.
-        self._sizes = [_growing(one.shapes, other.shapes) for one, other in zip(few, more, strict=True)]
-        self._last: tuple[int, list[Spot]] = (0, [])
-
-    def spots(self, examples: int) -> list[Spot]:
-        if self._last[0] != examples:
-            found = [
-                spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
-                for spot, sizes in zip(self._spots, self._sizes, strict=True)
-            ]
-            self._last = examples, found
-        return self._last[1]
 
 
 class GraphMatch:
@@ -204,7 +176,8 @@ class GraphMatch:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._modules = list(network.graph.modules())
-        self._expected: dict[tuple[Any, ...], Pattern] = {}
+        # For each mode and device, the spots of the trace; a pair (a, b) stands for the size a + b n for n examples.
+        self._traced: dict[tuple[Any, ...], list[tuple[Spot, list[list[tuple[int, int]]]]]] = {}
         self._owners = {id(p): name for name, p in network.graph.named_parameters()}
 
     def require(self, outputs: Tensor) -> None:
@@ -220,7 +193,7 @@ class GraphMatch:
             )
         if len(outputs) == 0:
             return  # an empty batch has no gradients to bound
-        expected = self._of_the_trace(outputs.device, is_single=len(outputs) == 1).spots(len(outputs))
+        expected = self._of_the_trace(outputs.device, len(outputs))
         try:
             # Graphs of different sizes differ in a spot before one of them ends.
             both = enumerate(zip(expected, self._spots(outputs.grad_fn), strict=True))
@@ -235,17 +208,20 @@ class GraphMatch:
             same = ", with other shapes or inputs" if one.words == other.words else ""
             raise UnsupportedModelError(
                 f"outputs: operation {place} from the end is {other.words}{same}, where the traced model has "
-                f"{one.words}. The bounds hold for the traced model only: give what that model returned, without "
-                "autocast, compilation or branches that differ between calls."
+                f"{one.words}: give what that model returned, without autocast, compilation or other branches."
             )
 
-    def _of_the_trace(self, device: torch.device, is_single: bool) -> Pattern:
+    def _of_the_trace(self, device: torch.device, examples: int) -> list[Spot]:
         # For a single example torch uses another layout of sequences, with other views.
-        key = (*[m.training for m in self._modules], device, is_single)
-        if key not in self._expected:
-            few, more = (1, 1) if is_single else _EXAMPLES
-            self._expected[key] = Pattern(self._recorded(device, few), self._recorded(device, more))
-        return self._expected[key]
+        key = (*[m.training for m in self._modules], device, examples == 1)
+        if key not in self._traced:
+            few, more = (self._recorded(device, n) for n in ((1, 1) if examples == 1 else _EXAMPLES))
+            pairs = zip(few, more, strict=True)
+            self._traced[key] = [(one, _growing(one.shapes, other.shapes)) for one, other in pairs]
+        return [
+            spot._replace(shapes=[[a + b * examples for a, b in shape] for shape in sizes])
+            for spot, sizes in self._traced[key]
+        ]
 
     def _recorded(self, device: torch.device, examples: int) -> list[Spot]:
         takes_numbers = any(isinstance(m, ClipInput) for m in self._modules)
@@ -317,5 +293,5 @@ def _settings(node: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _leads_to_parameter(node: Node | None) -> bool:
-    nodes = set() if node is None else {node, *behind([node])}
+    nodes = () if node is None else graph_nodes(node)
     return any(isinstance(getattr(n, "variable", None), nn.Parameter) for n in nodes)

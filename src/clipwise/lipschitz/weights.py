@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
-from clipwise.lipschitz.bounds import Bounds, Measured, measured_norms
+from clipwise.lipschitz.bounds import Bounds, MeasuredNorms, measured_norms
 from clipwise.lipschitz.matrix_norms import Wanted, measured_together
 from clipwise.lipschitz.rule import Effort
 from clipwise.lipschitz.trace import Network, Operation
@@ -73,13 +73,10 @@ def clip_weights_(network: Network, limits: Mapping[str, float], norm: str = "sp
 
 @torch.no_grad()
 def rescale_(network: Network, limits: Mapping[str, float], norm: str) -> dict[str, float]:
-    """theta <- C theta / |theta| in place for every weight, with C its limit.
+    """theta <- C theta / |theta| in place for every weight, with C its limit. Returns the ratios as `clip_weights_`.
 
     Biases and other vectors are clipped to C, not scaled up: they start at 0, and the paper's layers have none. Weights
-    that are all 0 stay 0. In an embedding table the longest row gets the norm C.
-
-    Returns:
-        Per parameter the ratio of its norm to its limit: 1 if it was rescaled, else the previous ratio.
+    that are all 0 stay 0. In an embedding table the longest row gets the norm C. The ratio of a rescaled weight is 1.
     """
     return _clip_operations_(network, network.operations, limits, norm, rescales=True)
 
@@ -87,7 +84,7 @@ def rescale_(network: Network, limits: Mapping[str, float], norm: str) -> dict[s
 @torch.no_grad()
 def clip_and_measure_(
     network: Network, limits: Mapping[str, float], norm: str, effort: Effort
-) -> tuple[Measured, dict[str, float]]:
+) -> tuple[MeasuredNorms, dict[str, float]]:
     """`clip_weights_`, and the norms of all weights afterwards, from one measurement if possible.
 
     A weight W times f has f times its norms, up to the rounding of f W. Parameters with another kind of clip, or with
@@ -111,12 +108,12 @@ def clip_and_measure_(
         for own, length in op.rule.lengths(norms[op.name], norm).items():
             name = op.parameters[own]
             if limits[name] < length < math.inf:  # non-finite norms are refused by `bounds_from`
-                factors[own] = _goal(network.parameter(name), limits[name]) / length
-                network.parameter(name).mul_(factors[own])
+                factors[own] = _goal(network.parameters[name], limits[name]) / length
+                network.parameters[name].mul_(factors[own])
             ratios[name] = length / limits[name]
         if factors:
             # The factor and the product are rounded, by half a unit each.
-            error = 2 * max(torch.finfo(network.parameter(op.parameters[own]).dtype).eps for own in factors)
+            error = 2 * max(torch.finfo(network.parameters[op.parameters[own]].dtype).eps for own in factors)
             norms[op.name] = op.rule.scaled(norms[op.name], factors, error)
     return norms, ratios
 
@@ -126,48 +123,42 @@ def _clip_operations_(
 ) -> dict[str, float]:
     """Copies all norms from the device at once. A parameter with several uses takes its largest norm."""
     by_row: dict[str, Tensor] = {}
-    wanted: list[tuple[str, bool, Tensor | Wanted]] = []
+    wanted: list[tuple[str, bool, Wanted]] = []
     for op in operations:
-        if not any(name in limits for name in op.parameters.values()):
+        if limits.keys().isdisjoint(op.parameters.values()):
             continue
         for own, length in op.rule.limited(norm).items():
             name = op.parameters[own]
-            if name not in limits:
-                continue
-            if isinstance(length, Tensor) and length.ndim:
+            if name in limits and isinstance(length, Tensor) and length.ndim:
                 by_row[name] = length
                 wanted.append((name, True, length.amax()))
-            else:
+            elif name in limits:
                 wanted.append((name, False, length))
     ratios: dict[str, float] = {}
     factors: dict[str, float] = {}
     lengths = measured_together([one for _, _, one in wanted])
     for (name, is_row, _), found in zip(wanted, lengths, strict=True):
-        ratios[name] = max(found / limits[name], ratios.get(name, 0.0), key=_or_nan)
-        if rescales and network.parameter(name).ndim >= 2:
+        ratios[name] = max(found / limits[name], ratios.get(name, 0.0), key=lambda r: math.inf if math.isnan(r) else r)
+        if rescales and network.parameters[name].ndim >= 2:
             continue
         if not is_row and limits[name] < found < math.inf:  # non-finite norms are refused by `bounds_from`
-            goal = _goal(network.parameter(name), limits[name])
+            goal = _goal(network.parameters[name], limits[name])
             factors[name] = min(goal / found, factors.get(name, 1.0))
     for name, ratio in ratios.items() if rescales else ():
-        p = network.parameter(name)
+        p = network.parameters[name]
         if p.ndim >= 2 and _LEAST < ratio < math.inf:
             goal = _goal(p, limits[name]) / limits[name]
             if not goal - (1 - goal) <= ratio <= 1:  # weights on their limit keep their bits
                 p.mul_(goal / ratio)
             ratios[name] = 1.0
     for name, factor in factors.items():
-        network.parameter(name).mul_(factor)
+        network.parameters[name].mul_(factor)
     for name, rows in by_row.items():
         if not rescales and limits[name] < ratios[name] * limits[name] < math.inf:
-            p = network.parameter(name)
+            p = network.parameters[name]
             rows = rows * (factors[name] * (1 + 4 * torch.finfo(p.dtype).eps) if name in factors else 1.0)
             p.mul_(torch.where(rows > limits[name], _goal(p, limits[name]) / rows, 1.0).to(p.dtype))
     return ratios
-
-
-def _or_nan(length: float) -> float:
-    return math.inf if math.isnan(length) else length
 
 
 def _goal(p: Tensor, limit: float) -> float:
@@ -199,14 +190,17 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
     """All pairs of layers whose parameters are trained and used only once."""
     operations = {op.name: op for op in network.operations}
 
+    def kind(node: fx.Node) -> type | None:
+        return type(network.graph.get_submodule(str(node.target))) if node.op == "call_module" else None
+
     def movable(node: fx.Node) -> bool:
         names = operations[node.name].parameters.values() if node.name in operations else ()
-        return _is_module(network, node, _LAYERS) and all(network.uses[n] == 1 and n in trained for n in names)
+        return kind(node) in _LAYERS and all(network.uses[n] == 1 and n in trained for n in names)
 
     def is_homogeneous(node: fx.Node) -> bool:
         if node.op in ("call_function", "call_method"):
             return node.target in _HOMOGENEOUS_CALLS and len(node.all_input_nodes) == 1
-        return _is_module(network, node, _HOMOGENEOUS)
+        return kind(node) in _HOMOGENEOUS
 
     found = []
     for node in network.graph.graph.nodes:
@@ -222,7 +216,7 @@ def pairs_of(network: Network, trained: Mapping[str, object]) -> list[Pair]:
 
 @torch.no_grad()
 def balance_(
-    network: Network, pairs: list[Pair], bounds: Bounds, norms: Measured, limits: Mapping[str, float], norm: str
+    network: Network, pairs: list[Pair], bounds: Bounds, norms: MeasuredNorms, limits: Mapping[str, float], norm: str
 ) -> dict[str, float]:
     """Rescale pairs of layers in place to reduce the sum of the bounds, within the limits of the weights.
 
@@ -230,7 +224,7 @@ def balance_(
     """
     if not pairs:
         return {}
-    parameters: dict[str, Tensor] = dict(network.graph.named_parameters(remove_duplicate=False))
+    parameters = network.parameters
     terms = {name: bound * math.sqrt(parameters[name].numel()) for name, bound in bounds.sensitivities.items()}
     lengths = {
         op.parameters[own]: length
@@ -281,7 +275,3 @@ def _best_power(
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _is_module(network: Network, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> bool:
-    return node.op == "call_module" and type(network.graph.get_submodule(str(node.target))) in kinds

@@ -191,10 +191,11 @@ def _draw_chunks(
     Numpy releases the interpreter lock while it draws and scales, so threads run in parallel.
     """
     size = min(_CPU_CHUNK, ends[-1])
+    streams = _Streams(key)
     drawn, workspace, scaled = np.empty(size), np.empty(size, dtype=np.uint64), np.empty(size, dtype=pieces[0].dtype)
     for start in taken_from(starts):
         stop = min(start + _CPU_CHUNK, ends[-1])
-        words, rest = _streams(key, first_chunk + start // _CPU_CHUNK)
+        words, rest = streams.of(first_chunk + start // _CPU_CHUNK)
         standard_normal.fill(drawn[: stop - start], workspace[: stop - start], words, rest)
         number, here = bisect_right(ends, start), start
         while here < stop:
@@ -209,22 +210,30 @@ def _draw_chunks(
             number, here = number + 1, end
 
 
-def _streams(key: bytes, chunk: int) -> tuple[np.random.BitGenerator, np.random.BitGenerator]:
-    """The two streams of words of a chunk: parts of one Philox stream.
+class _Streams:
+    """The two streams of words of each chunk: parts of one Philox stream.
 
     All 32 bytes of the key are used: the first half is Philox's key, the second the high half of its counter. Word 1 of
     the counter is the chunk's number and word 0 counts within it, so chunks share no word, and any thread can draw any
-    chunk.
+    chunk. One pair of generators serves all chunks of a draw: moving one takes a tenth of the time of making one.
 
     torch.Generator is not used on the CPU: its Mersenne Twister keeps 32 bits of the seed (seeds s and s + 2^32 give
     the same stream), so an attacker could try all seeds against a released value.
     """
-    secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
-    words, rest = (
-        np.random.Philox(key=secret[:2], counter=np.array([first, chunk, *secret[2:]], dtype=np.uint64))
-        for first in (_FIRST_BLOCK, _FIRST_BLOCK_OF_REST)
-    )
-    return words, rest
+
+    def __init__(self, key: bytes) -> None:
+        secret = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+        self._pair = np.random.Philox(key=secret[:2]), np.random.Philox(key=secret[:2])
+        self._states = [generator.state for generator in self._pair]  # at their beginning, with empty buffers
+        for state, first in zip(self._states, (_FIRST_BLOCK, _FIRST_BLOCK_OF_REST), strict=True):
+            state["state"]["counter"] = np.array([first, 0, *secret[2:]], dtype=np.uint64)
+
+    def of(self, chunk: int) -> tuple[np.random.BitGenerator, np.random.BitGenerator]:
+        """The generators, at the beginning of the words and of the rest of a chunk."""
+        for generator, state in zip(self._pair, self._states, strict=True):
+            state["state"]["counter"][1] = chunk
+            generator.state = state
+        return self._pair
 
 
 def key_words(key: bytes) -> Tensor:

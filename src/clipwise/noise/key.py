@@ -35,7 +35,7 @@ class NoiseKey:
     __slots__ = ("_process", "_secret", "id")
 
     def __init__(self, secret: bytes, id: str = "") -> None:
-        # All zeros is what `wipe` leaves behind: never a secret.
+        # `wipe` overwrites a secret with zeros, so zeros are never a secret.
         if not isinstance(secret, bytes) or len(secret) != KEY_BYTES or not any(secret):
             raise ConfigurationError(
                 f"secret must be {KEY_BYTES} bytes that are not all zero: use NoiseKey.fresh() or from_seed(...)."

@@ -41,12 +41,12 @@ def noised_sums(
     are_complex = [name for name, t in total.items() if t.is_complex()]
     total.update({name: real_view(total[name]) for name in are_complex})
     if not _noised_in_place(total, parts, divisor, key):
-        noised_by_part(total, parts, divisor, partial(_draw_from, key), key)
+        noised_per_part(total, parts, divisor, partial(_draw_from, key), key)
     total.update({name: complex_view(total[name]) for name in are_complex})
     return total
 
 
-def noised_by_part(
+def noised_per_part(
     total: dict[str, Tensor], parts: Sequence[Part], divisor: float, draw_of: DrawOf, key: NoiseKey | None = None
 ) -> None:
     """Replace each sum by (sum + noise) / L.

@@ -7,7 +7,7 @@ The density phi is the sum of two parts (Marsaglia's rectangle-wedge-tail method
     the rest phi - boxes: the area between the boxes and the curve, and the two tails |x| > R.
 
 One word gives one value: its upper 14 bits choose one of 2^14 entries of a table, n_j of which are strip j, and its
-lower 50 bits are the place in the strip. The remaining entries ask for a value of the rest, which comes from a second
+lower 50 bits are the place in the strip. The remaining entries select a value of the rest, which comes from a second
 stream by rejection. A proposal takes two words. The upper 12 bits of the first choose a strip or a tail with
 probability m_k 2^-12, in proportion to an upper bound of its mass in the rest; the lower 52 bits are the place in it.
 
@@ -53,7 +53,7 @@ def _boxes() -> tuple[Reals, Reals, npt.NDArray[np.int64]]:
 
 
 def _table() -> Reals:
-    """For each entry the left end of its strip, less h; NaN asks for a value of the rest."""
+    """For each entry the left end of its strip, less h; NaN selects a value of the rest."""
     left, _, counts = _boxes()
     table = np.full(2**TABLE_BITS, np.nan)
     table[: counts.sum()] = np.repeat(left - _STEP, counts)

@@ -47,7 +47,8 @@ def released_labels(values: Sequence[str | None], counts: NoisedCounts | None, b
     least = max(1.0, _STANDARD_DEVIATIONS * std) if bytes_only else threshold(std, counts.delta)
     if len(values) < least:  # their number is public
         raise ConfigurationError(
-            f"{len(values)} records are too few to find their labels by noised counts with this budget: give --labels."
+            f"With {len(values)} training record{'s' * (len(values) != 1)} and this budget, noised counts cannot show "
+            "the labels: give --labels."
         )
     if bytes_only:
         bins = np.array([NO_LABEL if value is None else int(value) for value in values], np.int64)

@@ -48,7 +48,7 @@ _SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedCounts:
     """Noised counts, which anyone may see. They may be negative.
 
     Attributes:
@@ -109,7 +109,7 @@ class NoisedCounts:
         strings: Mapping[str, Sequence[str | None]] | None = None,
         weights: Mapping[str, float] | None = None,
         candidates: Mapping[str, Sequence[str]] | None = None,
-    ) -> Released:
+    ) -> ReleasedCounts:
         """Charge and release all counts. Possible once, because a second release would use the same budget again.
 
         Args:
@@ -137,7 +137,7 @@ class NoisedCounts:
             others = _noised_strings(total, sorted(set(total) - set(public[name])), std[name], key, f"strings/{name}")
             shown[name] = {text: value for text, value in others.items() if value >= thresholds[name]}
         key.advance()
-        return Released(noised, shown, std, thresholds, known)
+        return ReleasedCounts(noised, shown, std, thresholds, known)
 
     def _require_possible(self, histograms: Mapping[str, object], strings: Mapping[str, object]) -> None:
         if self._used:

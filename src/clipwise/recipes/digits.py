@@ -97,9 +97,6 @@ class DigitsEncoder(Encoder):
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         return self.encode(source).tensors[:1]
 
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return DigitsSource(train=True).defaults(rows, epsilon, preset)
-
     def model(self, name: str) -> nn.Module:
         if name != "small-cnn":
             raise ConfigurationError(f"--model {name!r} is not known for the digits: use small-cnn.")

@@ -19,7 +19,7 @@ from clipwise.engine.make_private import make_private
 from clipwise.recipes.building import batch_loss, device_of, make_optimizer
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.kind import ASSUMED_LABELS, Encoder, Settings
-from clipwise.recipes.planning import Plan
+from clipwise.recipes.planning import RunPlan
 from clipwise.recipes.train import PHYSICAL_BATCH
 
 _STEPS = 3  # of which the first one is not timed
@@ -33,7 +33,7 @@ class Estimate:
     values: Mapping[str, Any]
 
 
-def estimate(plan: Plan) -> Estimate:
+def estimate(plan: RunPlan) -> Estimate:
     """Describe a planned run, with time and memory of a step on synthetic rows."""
     settings = plan.settings
     values: dict[str, Any] = {
@@ -61,7 +61,7 @@ def estimate(plan: Plan) -> Estimate:
     return Estimate(tuple(lines), values)
 
 
-def _about_model(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
+def _about_model(plan: RunPlan, values: dict[str, Any]) -> list[tuple[str, str]]:
     settings, encoder, bound = plan.settings, _encoder(plan), ""
     if plan.source.needs_counts():
         bound = f" at most, with up to {len(ASSUMED_LABELS)} labels: noised counts decide"
@@ -73,7 +73,7 @@ def _about_model(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
     return [about, *_time_and_memory(plan, encoder, model, values)]
 
 
-def _privacy(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
+def _privacy(plan: RunPlan, values: dict[str, Any]) -> list[tuple[str, str]]:
     if plan.event is None:
         return [("privacy", "none: the weights may reveal any training record")]
     spent = epsilon_of(plan.releases(), plan.delta)
@@ -95,7 +95,7 @@ def _privacy(plan: Plan, values: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _encoder(plan: Plan) -> Encoder | None:
+def _encoder(plan: RunPlan) -> Encoder | None:
     if plan.source.needs_counts():
         noise = 0.0 if plan.counts is None else plan.counts.noise_multiplier
         found = plan.source.largest(len(plan.training_rows), NoisedCounts(noise, lambda _: None))
@@ -103,7 +103,9 @@ def _encoder(plan: Plan) -> Encoder | None:
     return plan.source.prepare(plan.training_rows[:0], None).for_model(plan.settings.model)
 
 
-def _time_and_memory(plan: Plan, encoder: Encoder, model: nn.Module, values: dict[str, Any]) -> list[tuple[str, str]]:
+def _time_and_memory(
+    plan: RunPlan, encoder: Encoder, model: nn.Module, values: dict[str, Any]
+) -> list[tuple[str, str]]:
     settings = plan.settings
     data = encoder.synthetic(min(settings.batch_size, len(plan.training_rows)))
     if data is None:
@@ -113,9 +115,13 @@ def _time_and_memory(plan: Plan, encoder: Encoder, model: nn.Module, values: dic
     total = seconds * plan.steps
     took = f"{total:.0f} s" if total < 120 else f"{total / 60:.0f} min"
     return [
-        ("time", f"about {took}: {1000 * seconds:.3g} ms for a step on synthetic rows"),
+        ("time", f"about {took}: {_duration(seconds)} for a step on synthetic rows"),
         ("memory", f"about {megabytes:.0f} MB of {'GPU' if next(model.parameters()).is_cuda else 'main'} memory"),
     ]
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def _timed(
@@ -133,7 +139,7 @@ def _timed(
         steps=_STEPS,
         noise_multiplier=1.0,
         max_physical_batch_size=max(1, PHYSICAL_BATCH // settings.views),
-        augmentation=encoder.views(settings.views) if settings.views > 1 else None,
+        augmentation=encoder.views(settings.views),
         loss=loss,
     ) as private:
         model.train()

@@ -123,8 +123,10 @@ def noised_figures(
     return _figures(encoder, sums + noise.reshape(sums.shape), names, len(score_N), event.noise_multiplier, rows)
 
 
-def groups_of(source: Source, encoder: Encoder, column: str, rows: np.ndarray | None) -> Groups:
-    """The groups of rows by a column whose categories are declared or already released."""
+def groups_of(source: Source, encoder: Encoder, column: str | None, rows: np.ndarray | None) -> Groups | None:
+    """The groups of rows by a column whose categories are declared or already released; None without a column."""
+    if column is None:
+        return None
     names, of_row = encoder.groups(source, column, rows)
     return Groups(tuple(names), np.asarray(of_row))
 

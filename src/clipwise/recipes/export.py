@@ -23,7 +23,7 @@ def export(run: Path, kind: str, file: Path | None = None) -> Path:
     """Write the model of a run.
 
     Its input is an encoded batch of any size, as `Encoder.inputs` makes it. Features in bfloat16 become float32, which
-    every runtime and numpy know.
+    every runtime and numpy support.
     """
     if kind not in FORMATS:
         raise ConfigurationError(f"--format {kind!r} is not known: use {' or '.join(FORMATS)}.")

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.evaluate import Figure, Groups, exact_figures, groups_of, noised_figures, scores
+from clipwise.recipes.evaluate import Figure, exact_figures, groups_of, noised_figures, scores
 from clipwise.recipes.kind import Encoder, Source
-from clipwise.recipes.planning import Plan
+from clipwise.recipes.planning import RunPlan
 from clipwise.recipes.run_folder import RunFolder
 from clipwise.report.model_card import write_model_card
 from clipwise.report.page import write_page
 from clipwise.report.run_statement import write_statement
 
 
-def evaluate(plan: Plan, encoder: Encoder, folder: RunFolder, public_test: Source | None) -> list[Figure]:
+def evaluate(plan: RunPlan, encoder: Encoder, folder: RunFolder, public_test: Source | None) -> list[Figure]:
     """Release the accuracy on the held-out rows, once, and compute it on the public test rows.
 
     A run that was interrupted after the release does not repeat it: the budget of the held-out rows is spent.
@@ -30,7 +30,7 @@ def evaluate(plan: Plan, encoder: Encoder, folder: RunFolder, public_test: Sourc
     rows, groups = plan.held_out_rows, plan.choices.groups
     if len(rows) and not folder.evaluation_ledger.exists() and not folder.released():
         score_N = scores(model, encoder, plan.source, rows)
-        of_rows = _groups(encoder, plan.source, groups, rows)
+        of_rows = groups_of(plan.source, encoder, groups, rows)
         if plan.evaluation is None:
             found += exact_figures(encoder, score_N, of_rows, "held-out")
         else:
@@ -45,19 +45,19 @@ def evaluate(plan: Plan, encoder: Encoder, folder: RunFolder, public_test: Sourc
                 seed=plan.choices.seed,
             )
     if public_test is not None:
-        of_rows = _groups(encoder, public_test, groups, None)
+        of_rows = groups_of(public_test, encoder, groups, None)
         found += exact_figures(encoder, scores(model, encoder, public_test), of_rows)
     for figure in found:
         folder.record("released", **figure.to_dict(), step=plan.steps)
     return found
 
 
-def trained_model(encoder: Encoder, name: str, folder: RunFolder, device: str = "cpu") -> nn.Module:
+def trained_model(encoder: Encoder, name: str, folder: RunFolder) -> nn.Module:
     """The model of a run, with the released weights."""
     with torch.random.fork_rng(devices=[]):
         model = encoder.model(name)
     model.load_state_dict(folder.load_model())
-    return model.to(device).eval()
+    return model.eval()
 
 
 def public_reference(path: Path) -> dict[str, Any]:
@@ -82,18 +82,15 @@ def write_documents(folder: RunFolder, reference: Mapping[str, Any] | None = Non
     return write_page(folder.path)
 
 
-def _groups(encoder: Encoder, source: Source, column: str | None, rows: Any) -> Groups | None:
-    return None if column is None else groups_of(source, encoder, column, rows)
-
-
 def rounded(figure: Mapping[str, Any]) -> str:
     """A figure with its interval, for a terminal."""
     name, value, low, high = (figure[key] for key in ("name", "value", "low", "high"))
     group = "" if figure.get("group") is None else f" of {figure['group']}"
     where = f"on {figure['rows'].replace('public-test', 'public test')} rows"
     if name == "accuracy":
-        shown = "not known" if (low, high) == (0, 1) else f"{value:.1%} ({low:.1%} to {high:.1%})"
-        return f"accuracy{group} {shown} {where}"
+        if (low, high) == (0, 1):
+            return f"accuracy{group} {where}: not known, because there are too few of them"
+        return f"accuracy{group} {value:.1%} ({low:.1%} to {high:.1%}) {where}"
     digits = max(0, 3 - math.floor(math.log10(value or high or 1.0)))
     shown = f"{value:.{digits}f}" if value > 0 else "too small for the noise"
     return f"{name} {shown} ({low:.{digits}f} to {high:.{digits}f}) {where}"

@@ -16,7 +16,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from clipwise.errors import ConfigurationError
 from clipwise.recipes.kind import Encoder, Settings, Source, Task
-from clipwise.recipes.target import load, running
+from clipwise.recipes.target import call
 from clipwise.sampling.fetch import length_of
 
 _VALUES = (Tensor, np.ndarray, np.generic, int, float)  # what becomes tensors in a batch
@@ -76,9 +76,6 @@ class FunctionEncoder(Encoder):
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         raise self._unknown("predictions")
 
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return FunctionSource(self.target).defaults(rows, epsilon, preset)
-
     def model(self, name: str) -> nn.Module:
         """A new model: the function is called again."""
         model = made_by(self.target)[0]
@@ -113,9 +110,7 @@ class FunctionEncoder(Encoder):
 
 def made_by(target: str) -> tuple[nn.Module, Any, Callable[..., Tensor]]:
     """Call the function."""
-    function = load(target, "DATA")
-    with running(target):
-        found = function()
+    found = call(target, "DATA")
     if isinstance(found, tuple) and len(found) == 3:
         model, data, loss = found
         if isinstance(model, nn.Module) and callable(loss) and hasattr(data, "__getitem__"):

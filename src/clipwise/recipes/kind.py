@@ -139,10 +139,6 @@ class Encoder(ABC):
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         """The inputs of all rows, without the target."""
 
-    @abstractmethod
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        """The settings for this many training rows and this budget. `preset` is "fast" or "best"."""
-
     def for_model(self, name: str) -> Encoder:
         """The encoding that suits a model: some take fixed features of a record."""
         return self

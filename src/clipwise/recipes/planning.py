@@ -9,13 +9,12 @@ from fractions import Fraction
 import numpy as np
 
 from clipwise import accounting
-from clipwise.accounting import gaussian
 from clipwise.engine.plan import planned_steps
 from clipwise.errors import ConfigurationError
 from clipwise.privacy import Adjacency, Entry, Event, Sampling, Unit
 from clipwise.recipes.building import device_of
 from clipwise.recipes.config import Choices
-from clipwise.recipes.counts import STRING_SHARE, NoisedCounts
+from clipwise.recipes.counts import STRING_SHARE, NoisedCounts, noise_multiplier_for
 from clipwise.recipes.kind import Settings, Source
 from clipwise.recipes.sources import open_source
 from clipwise.sampling.schemes import make_scheme
@@ -25,7 +24,7 @@ COUNTS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run before its first release. Nothing here depends on the content of a record.
 
     Args:
@@ -62,7 +61,7 @@ class Plan:
         return counts if self.event is None else [*counts, Entry(self.event, self.steps)]
 
 
-def plan_of(choices: Choices, source: Source | None = None) -> Plan:
+def plan_of(choices: Choices, source: Source | None = None) -> RunPlan:
     """Fix everything that the privacy of a run depends on. Reads no record. `source` is by default opened here."""
     source = open_source(choices) if source is None else source
     if choices.epsilon is None:
@@ -95,7 +94,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
     steps = planned_steps(settings.epochs, None, scheme)
     assert steps is not None
     if not choices.is_private:
-        return Plan(choices, source, settings, training, held_out, delta, steps, None, None, None)
+        return RunPlan(choices, source, settings, training, held_out, delta, steps, None, None, None)
     counts = None
     if source.needs_counts():
         settings = replace(settings, counts_share=_counts_share(choices, settings))
@@ -104,7 +103,7 @@ def plan_of(choices: Choices, source: Source | None = None) -> Plan:
     beside = [] if counts is None else [Entry(counts, 1)]
     step = replace(step, noise_multiplier=accounting.smallest_noise(step, steps, choices.epsilon, delta, beside))
     evaluation = evaluation_event(choices.epsilon, delta) if len(held_out) else None
-    return Plan(choices, source, settings, training, held_out, delta, steps, step, counts, evaluation)
+    return RunPlan(choices, source, settings, training, held_out, delta, steps, step, counts, evaluation)
 
 
 def split(rows: int, share: Fraction) -> tuple[np.ndarray, np.ndarray]:
@@ -129,12 +128,8 @@ def default_delta(rows: int) -> float:
 
 
 def counts_event(share: float, epsilon: float, delta: float) -> Event:
-    """The release of noised counts with this share of the budget.
-
-    Squares of mu = sensitivity / noise add up under composition. The counts get this share of the square of the largest
-    mu that one Gaussian mechanism with the budget could have.
-    """
-    z = 1 / (math.sqrt(share) * gaussian.largest_mu(epsilon, delta))
+    """The release of noised counts with this share of the budget."""
+    z = noise_multiplier_for(share, epsilon, delta)
     event = NoisedCounts(z, lambda _: None, delta=STRING_SHARE * delta).event(strings=True)
     return replace(event, purpose="preparation")
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from clipwise.errors import ConfigurationError
 from clipwise.ledger.durable_files import replace_file
 from clipwise.recipes import toml
+from clipwise.report.page import FILE as REPORT
+from clipwise.report.record import CONFIG, EVALUATION, LEDGER, METRICS
 
 
 def fresh_folder(wanted: Path) -> Path:
@@ -34,11 +36,36 @@ def fresh_folder(wanted: Path) -> Path:
             raise ConfigurationError(f"--out: {folder} cannot be written ({error.strerror}).") from error
 
 
+class _File:
+    """A file of this name in the folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The files of a run."""
 
     path: Path
+
+    # The settings of the run, and the encoding of its data.
+    config = _File(CONFIG)
+    # Progress and released figures, one JSON object per line.
+    metrics = _File(METRICS)
+    # The releases on the training rows, and those on the held-out rows.
+    ledger, evaluation_ledger = _File(LEDGER), _File(EVALUATION)
+    # The weights that the run released.
+    model = _File("model.safetensors")
+    # Weights, optimizer and position, to resume from.
+    checkpoint = _File("checkpoint.pt")
+    # The secrets of a run that was interrupted. `make_private` deletes the file as soon as it is read.
+    secrets = _File("ledger.resume")
+    # The page about the run.
+    report = _File(REPORT)
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
@@ -50,46 +77,6 @@ class RunFolder:
                 "train` wrote."
             )
         return folder
-
-    @property
-    def config(self) -> Path:
-        """The settings of the run, and the encoding of its data."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """Progress and released figures, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """The releases on the training rows."""
-        return self.path / "ledger"
-
-    @property
-    def evaluation_ledger(self) -> Path:
-        """The releases on the held-out rows."""
-        return self.path / "evaluation.ledger"
-
-    @property
-    def model(self) -> Path:
-        """The weights that the run released."""
-        return self.path / "model.safetensors"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Weights, optimizer and position, to resume from."""
-        return self.path / "checkpoint.pt"
-
-    @property
-    def secrets(self) -> Path:
-        """The secrets of a run that was interrupted. `make_private` deletes the file as soon as it is read."""
-        return self.path / "ledger.resume"
-
-    @property
-    def report(self) -> Path:
-        """The page about the run."""
-        return self.path / "report.html"
 
     @property
     def is_finished(self) -> bool:

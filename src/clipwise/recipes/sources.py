@@ -15,7 +15,7 @@ from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.source import ImageSource
 from clipwise.recipes.kind import Encoder, Source
 from clipwise.recipes.tables.encoder import TableEncoder
-from clipwise.recipes.tables.read import is_number
+from clipwise.recipes.tables.read import listed
 from clipwise.recipes.tables.schema import read_schema
 from clipwise.recipes.tables.source import TableSource
 from clipwise.recipes.texts.encoder import TextEncoder
@@ -78,10 +78,7 @@ def open_source(choices: Choices) -> Source:
 def _no_target(source: TableSource) -> str:
     if source.schema.target is None:
         return "--target is needed: the name of the column to predict. The schema has no [target] either."
-    if any(is_number(name) for name in source.table.columns):  # a row has private values
-        columns = "not listed here: some of the names are numbers. If the first line is a row, add one with names"
-    else:
-        columns = ", ".join(source.table.columns)
+    columns = listed(source.table.columns)
     return f"--target {source.schema.target.name!r} is no column of {source.path}. Its columns are {columns}."
 
 

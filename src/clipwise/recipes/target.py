@@ -36,6 +36,13 @@ def load(target: str, argument: str = "TARGET") -> Callable[[], Any]:
     return made
 
 
+def call(target: str, argument: str = "TARGET") -> Any:
+    """What the named function returns."""
+    function = load(target, argument)
+    with running(target):
+        return function()
+
+
 @contextmanager
 def running(target: str) -> Iterator[None]:
     """Report an error of the user's code in one line, with its file and line."""

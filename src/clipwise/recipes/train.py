@@ -36,7 +36,7 @@ from clipwise.recipes.config import RECORDED, Choices, read_choices
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Encoder, Settings
-from clipwise.recipes.planning import Plan, plan_of
+from clipwise.recipes.planning import RunPlan, plan_of
 from clipwise.recipes.run_folder import RunFolder
 from clipwise.recipes.sources import encoder_from, open_source
 from clipwise.recipes.without_privacy import train_plainly
@@ -59,7 +59,7 @@ class Moment:
     epoch: float
     epochs: float
     epsilon: float | None
-    seconds: float
+    seconds: int
     left: float | None
 
 
@@ -67,10 +67,10 @@ Watch = Callable[[Moment], None]
 
 
 @dataclass(frozen=True)
-class Run:
+class PreparedRun:
     """A run whose data are prepared: everything that the training needs."""
 
-    plan: Plan
+    plan: RunPlan
     folder: RunFolder
     encoder: Encoder
 
@@ -85,7 +85,7 @@ class Run:
         return device_of(self.plan.choices)
 
 
-def begin(plan: Plan, folder: RunFolder, command: str) -> Run:
+def begin(plan: RunPlan, folder: RunFolder, command: str) -> PreparedRun:
     """Plan the run in its ledger, release noised counts if the preparation needs them, and fix the encoding."""
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     content = _config(plan, {"name": folder.path.name, "command": command, "created": created})
@@ -98,10 +98,10 @@ def begin(plan: Plan, folder: RunFolder, command: str) -> Run:
     content["encoding"] = {"kind": encoder.kind, **encoder.to_dict()}
     content["data"]["preprocessing"] = list(encoder.preprocessing)
     folder.write_config(content)  # before the training: what was released is not released again
-    return Run(plan, folder, encoder)
+    return PreparedRun(plan, folder, encoder)
 
 
-def reopened(folder: RunFolder, **changes: Any) -> Run:
+def reopened(folder: RunFolder, **changes: Any) -> PreparedRun:
     """A run that was interrupted. Its settings and its encoding come from its folder; the data are opened again."""
     content = folder.read_config()
     choices = replace(Choices(**read_choices(folder.config)), **changes)
@@ -123,10 +123,10 @@ def reopened(folder: RunFolder, **changes: Any) -> Run:
         )
     plan = plan_of(choices, source)
     _require_recorded(plan, content, folder)
-    return Run(plan, folder, encoder_from(content["encoding"]))
+    return PreparedRun(plan, folder, encoder_from(content["encoding"]))
 
 
-def train(run: Run, watch: Watch, stop: Interrupts) -> bool:
+def train(run: PreparedRun, watch: Watch, stop: Interrupts) -> bool:
     """Train, or continue to train. Returns False if it was interrupted; it can then be resumed."""
     with _initial_weights(run.plan.choices.seed):
         model = run.encoder.model(run.settings.model).to(run.device)
@@ -146,7 +146,7 @@ def train(run: Run, watch: Watch, stop: Interrupts) -> bool:
     return is_complete
 
 
-def private_run(run: Run, model: nn.Module, ledger: FileLedger) -> Private:
+def private_run(run: PreparedRun, model: nn.Module, ledger: FileLedger) -> Private:
     """The private training of a prepared run."""
     plan, settings = run.plan, run.settings
     data = run.encoder.encode(plan.source, plan.training_rows)
@@ -162,13 +162,13 @@ def private_run(run: Run, model: nn.Module, ledger: FileLedger) -> Private:
         ledger=ledger,
         seed=plan.choices.seed,
         max_physical_batch_size=max(1, PHYSICAL_BATCH // settings.views),
-        augmentation=run.encoder.views(settings.views) if settings.views > 1 else None,
+        augmentation=run.encoder.views(settings.views),
         ema=settings.ema,
         loss=batch_loss(run.encoder, model),
     )
 
 
-def _prepared(plan: Plan, folder: RunFolder) -> Encoder:
+def _prepared(plan: RunPlan, folder: RunFolder) -> Encoder:
     if plan.event is None:
         # Without privacy the preparation uses the same counts, without noise.
         counts = NoisedCounts(0.0, lambda _: None, delta=0.5) if plan.source.needs_counts() else None
@@ -195,14 +195,14 @@ def _with_cost(error: ClipwiseError, folder: RunFolder) -> ClipwiseError:
     """The error of a run that cannot be trained. The folder of a run without a release is removed."""
     if folder.ledger.is_file() and read(folder.ledger).position:
         return ConfigurationError(
-            f"{error} There were releases before: {folder.ledger} has their cost, which adds to that of another run on "
-            "these rows."
+            f"{error} Something may have been released before: its cost is in {folder.ledger}, and adds to that of "
+            "another run on these rows."
         )
     folder.discard()
     return error
 
 
-def _require_recorded(plan: Plan, content: Mapping[str, Any], folder: RunFolder) -> None:
+def _require_recorded(plan: RunPlan, content: Mapping[str, Any], folder: RunFolder) -> None:
     """Raise if the settings in config.toml do not give the figures that were recorded with them."""
     for section, table in _config(plan, {}).items():
         for key in RECORDED.get(section, ()):
@@ -213,7 +213,7 @@ def _require_recorded(plan: Plan, content: Mapping[str, Any], folder: RunFolder)
                 )
 
 
-def _train_privately(run: Run, model: nn.Module, reporter: _Reporter, stop: Interrupts) -> bool:
+def _train_privately(run: PreparedRun, model: nn.Module, reporter: _Reporter, stop: Interrupts) -> bool:
     folder, steps = run.folder, run.plan.steps
     with private_run(run, model, FileLedger(folder.ledger)) as private:
         before = 0 if run.plan.counts is None else 1  # releases that were no steps
@@ -256,7 +256,7 @@ def _load(folder: RunFolder, model: nn.Module, private: Private) -> None:
 class _Reporter:
     """Reports progress to the watcher, and at most 20 times to metrics.jsonl, with the epsilon spent."""
 
-    def __init__(self, run: Run, watch: Watch) -> None:
+    def __init__(self, run: PreparedRun, watch: Watch) -> None:
         self._run, self._watch = run, watch
         self._epsilon: float | None = None
         self._begun = time.monotonic()
@@ -267,7 +267,8 @@ class _Reporter:
 
     def after(self, step: int, private: Private | None = None) -> bool:
         """After a step. Returns whether a line about the progress was written."""
-        steps, seconds = self._run.plan.steps, round(time.monotonic() - self._begun, 3)
+        # Whole seconds: the time of a step depends on its realised batch size.
+        steps, seconds = self._run.plan.steps, round(time.monotonic() - self._begun)
         is_line = step % self._every == 0 or step == steps
         epoch = step / self._per_epoch
         if is_line:
@@ -303,7 +304,7 @@ def _initial_weights(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _config(plan: Plan, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _config(plan: RunPlan, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The content of config.toml before the data are prepared."""
     content = plan.choices.sections()
     training = asdict(plan.settings)

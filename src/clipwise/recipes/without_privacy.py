@@ -12,11 +12,11 @@ from clipwise.optim.averaging import AveragedParameters
 from clipwise.recipes.building import batch_loss, make_optimizer
 from clipwise.recipes.interrupts import Interrupts
 from clipwise.recipes.kind import Encoder
-from clipwise.recipes.planning import Plan
+from clipwise.recipes.planning import RunPlan
 
 
 def train_plainly(
-    plan: Plan, encoder: Encoder, model: nn.Module, after: Callable[[int], object], stop: Interrupts
+    plan: RunPlan, encoder: Encoder, model: nn.Module, after: Callable[[int], object], stop: Interrupts
 ) -> bool:
     """Train without privacy. Returns False if it was interrupted. `after` is called with the number of each step."""
     settings, device = plan.settings, next(model.parameters()).device
@@ -25,7 +25,7 @@ def train_plainly(
     batches = BatchSampler(RandomSampler(data), settings.batch_size, drop_last=False)
     loader = DataLoader(data, batch_size=None, sampler=batches)
     optimizer, loss = make_optimizer(model, settings), batch_loss(encoder, model)
-    views = encoder.views(settings.views) if settings.views > 1 else None
+    views = encoder.views(settings.views)
     average = None if settings.ema is None else AveragedParameters(model, settings.ema)
     model.train()
     step = 0

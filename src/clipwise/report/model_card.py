@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.report import plain_words as words
+from clipwise.report import wording
 from clipwise.report.record import RunRecord
 from clipwise.report.run_statement import model_of, software, write_text
 
@@ -47,7 +48,10 @@ def plain_text(text: Any) -> str:
 
 def _header(record: RunRecord) -> str:
     """YAML; strings are written as JSON, which YAML includes."""
-    fields: dict[str, Any] = {"library_name": "pytorch", "tags": _tags(record)}
+    fields: dict[str, Any] = {
+        "library_name": "pytorch",
+        "tags": list(TAGS if record.no_guarantee is None else TAGS[1:]),
+    }
     kind = record.section("data").get("kind")
     if kind in TASKS:
         is_regression = any(not words.is_share(line) for line in record.released)
@@ -55,10 +59,6 @@ def _header(record: RunRecord) -> str:
     if record.released:
         fields["metrics"] = sorted({str(line.get("name")) for line in record.released})
     return "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---", ""])
-
-
-def _tags(record: RunRecord) -> list[str]:
-    return list(TAGS) if record.no_guarantee is None else list(TAGS[1:])
 
 
 def _privacy(record: RunRecord) -> list[str]:
@@ -109,5 +109,5 @@ def _training(record: RunRecord) -> list[str]:
     for name in ("optimizer", "epochs", "steps", "batch_size", "learning_rate", "max_norm", "noise_multiplier"):
         if name in settings:
             lines.append(f"- {name.replace('_', ' ').capitalize()}: {plain_text(words.setting(settings[name]))}")
-    lines += [f"- Software: {', '.join(f'{name} {v}' for name, v in found.items())}" for found in software(record)]
+    lines += [f"- Software: {wording.listed(found)}" for found in software(record)]
     return [*lines, "- The full statement is in `statement.json`, and the report in `report.html`."]

@@ -6,21 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from clipwise.privacy import Adjacency, Unit, rounded_up
+from clipwise.privacy import Unit, rounded_up
 from clipwise.report import wording
 from clipwise.report.record import HELD_OUT, RunRecord
+from clipwise.report.wording import small
 
 PRIORS = (0.01, 0.1, 0.5)
 FALSE_ALARMS = 0.01
 
 NOT_PRIVATE_TITLE = "No privacy guarantee"
-SCALE = "Below 1 is strong, 1 to 10 is usual for trained models, far above 10 promises little."
-
-_CHANGED = {
-    Adjacency.ZERO_OUT: "replaced by an empty one",
-    Adjacency.ADD_REMOVE: "added or removed",
-    Adjacency.REPLACE_ONE: "replaced by any other",
-}
+SCALE = "Below 1 is strong, 1 to 10 is usual for trained models, and far above 10 the guarantee is weak."
 
 PARALLEL = (
     "Training rows and held-out rows are disjoint and are separated by row number, so one {unit} affects the releases "
@@ -45,16 +40,6 @@ POST_PROCESSING = (
 def figure(value: float, digits: int = 4) -> str:
     """An upper bound, rounded up."""
     return rounded_up(value, digits) if math.isfinite(value) else "infinite"
-
-
-def percent(share: float, digits: int = 3) -> str:
-    """An upper bound on a share, in percent, rounded up; at most 100%."""
-    return f"{rounded_up(min(100.0, 100 * share), digits)}%"
-
-
-def small(value: float) -> str:
-    """0.00001 as 1e-5."""
-    return f"{value:g}".replace("e-0", "e-")
 
 
 def setting(value: Any) -> str:
@@ -82,8 +67,8 @@ def guarantee(record: RunRecord) -> str:
     # e^epsilon overflows a float above this.
     factor = f"{rounded_up(math.exp(record.epsilon), 3)} (e^epsilon)" if record.epsilon < 700 else "e^epsilon"
     return (
-        f"If any one {unit} of the data set had been {_CHANGED[adjacency]}, the probability of every possible result "
-        f"of this run would have been the same up to a factor of {factor}, plus {small(record.delta)} (delta)."
+        f"If any one {unit} of the data set had been {wording.CHANGED[adjacency]}, the probability of every possible "
+        f"result of this run would have been the same up to a factor of {factor}, plus {small(record.delta)} (delta)."
     )
 
 
@@ -170,7 +155,7 @@ def rows_of(record: RunRecord, line: Mapping[str, Any]) -> str:
 def name_of(line: Mapping[str, Any]) -> str:
     """The name of a released figure, with its group."""
     group = line.get("group")
-    return str(line.get("name")) + (f", {group}" if group is not None else "")
+    return str(line.get("name")) + (f" of {group}" if group is not None else "")
 
 
 def result(record: RunRecord, line: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ from clipwise.accounting.composition import compose
 from clipwise.accounting.tradeoff import Tradeoff, of, profile
 from clipwise.errors import ConfigurationError, UnsupportedEventError
 from clipwise.privacy import Entry, rounded_up
-from clipwise.report.series import chosen_steps, first_steps
+from clipwise.report.series import chosen_steps, first_steps, is_schedule
+from clipwise.report.wording import small
 
 # The file formats, and the metadata to leave out so that files are reproducible.
 METADATA: dict[str, dict[str, Any]] = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
@@ -49,9 +50,6 @@ LINES: dict[str, dict[str, Any]] = {
         "label": "Gaussian DP",
     },
 }
-# With more kinds of steps than this a plot takes seconds: draw fewer points, with PLD only.
-MOST_KINDS = 64
-FEW_POINTS = 6
 POINTS = 16
 POINTS_OVER_EPSILON = 200
 POINTS_OF_RATES = 501
@@ -67,8 +65,8 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         delta: the delta of the guarantee.
         path: the file, ending in .png or .svg.
     """
-    with _picture(path, history) as (axes,):
-        steps = chosen_steps(sum(entry.count for entry in history), FEW_POINTS if _is_schedule(history) else POINTS)
+    with picture(path, describe(history), (6.0, 4.4)) as (axes,):
+        steps = chosen_steps(history, POINTS)
         prefixes = [compose(first_steps(history, n)) for n in steps]
         for name in _compared(history):
             epsilons = _bounds(partial(accountants.composed_epsilon, delta=delta, accountant=name), prefixes)
@@ -83,27 +81,21 @@ def epsilon_over_steps(history: Sequence[Entry], delta: float, path: str | Path)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("steps")
-        axes.set_ylabel(f"epsilon at delta = {_short(delta)}")
+        axes.set_ylabel(f"epsilon at delta = {small(delta)}")
         axes.legend(frameon=False, loc="lower right")
 
 
-def tradeoff_curve(
-    history: Sequence[Entry], path: str | Path, *, gaussian: bool = False, measured: float | None = None
-) -> None:
+def tradeoff_curve(history: Sequence[Entry], path: str | Path, *, measured: float | None = None) -> None:
     """Plot the trade-off function of a history, and the detection rate at low false-positive rates.
 
     Args:
         history: past or planned releases.
         path: the file, ending in .png or .svg.
-        gaussian: also plot G_mu with the smallest mu that is valid up to 1e-5.
         measured: also plot G_mu for this mu, measured by an attack.
     """
-    with _picture(path, history, panels=2) as (rates, few_alarms):
+    with picture(path, describe(history), (9.4, 4.4), panels=2) as (rates, few_alarms):
         curve = of(history)
         curves = [(curve, {"color": "black", "linewidth": 2, "label": "bound on every test"})]
-        if gaussian and math.isfinite(curve.mu()):
-            line = {**LINES["gdp"], "label": f"G_mu, mu = {rounded_up(curve.mu())}"}
-            curves.append((Tradeoff.gaussian(curve.mu()), line))
         if measured is not None:
             line = {**LINES["zcdp"], "label": f"measured attack, mu = {measured:.3g}"}
             curves.append((Tradeoff.gaussian(measured), line))
@@ -151,7 +143,7 @@ def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
         history: past or planned releases.
         path: the file, ending in .png or .svg.
     """
-    with _picture(path, history) as (axes,):
+    with picture(path, describe(history), (6.0, 4.4)) as (axes,):
         total = compose(history)
         ends = ((accountants.composed_epsilon(total, d), d) for d in SMALLEST_DELTAS)
         end, smallest = next(((e, d) for e, d in ends if math.isfinite(e)), (math.inf, 1.0))
@@ -172,40 +164,38 @@ def delta_profile(history: Sequence[Entry], path: str | Path) -> None:
         axes.legend(frameon=False, loc="upper right")
 
 
-def _is_schedule(history: Sequence[Entry]) -> bool:
-    return len({entry.event for entry in history}) > MOST_KINDS
-
-
 def _compared(history: Sequence[Entry]) -> list[str]:
-    """The accountants to plot; PLD, which gives the guarantee, comes first."""
-    return list(LINES)[:1] if _is_schedule(history) else list(LINES)
+    """The accountants to plot; PLD, which gives the guarantee, comes first. For a schedule the others take seconds."""
+    return list(LINES)[:1] if is_schedule(history) else list(LINES)
 
 
 def _bounds(bound: Callable[[Any], float], places: Sequence[Any]) -> list[float]:
-    """The bound at every place; empty if the accountant has no finite bound or is not installed."""
+    """The bound at every place; empty if the accountant has no finite bound."""
     try:
         found = [bound(place) for place in places]
-    except (UnsupportedEventError, ImportError):
+    except UnsupportedEventError:
         return []
     return found if all(map(math.isfinite, found)) else []
 
 
 @contextmanager
-def _picture(path: str | Path, history: Sequence[Entry], panels: int = 1) -> Iterator[list[Any]]:
+def picture(path: str | Path, title: str, size: tuple[float, float], panels: int = 1) -> Iterator[list[Any]]:
     """Empty axes with a title. The figure is written to the file at the end of the block."""
     file = Path(path)
     kind = file.suffix.lower()
     if kind not in METADATA:
         raise ConfigurationError(f"path={str(path)!r} is not supported: the file name must end in .png or .svg.")
-    if not any(entry.count for entry in history):
-        raise ConfigurationError("history: it is empty, so there is nothing to plot.")
-    matplotlib = _matplotlib()
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigurationError(
+            "Plots require matplotlib, which is not installed: run `pip install 'clipwise-dp[plots]'`."
+        ) from error
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(
-            figsize=(2.6 + 3.4 * panels, 4.4), layout="constrained"
-        )
+        canvas = figures.Figure(figsize=size, layout="constrained")
         axes = list(canvas.subplots(1, panels, squeeze=False)[0])
-        axes[0].set_title(describe(history), loc="left", fontsize=9)
+        axes[0].set_title(title, loc="left", fontsize=9)
         yield axes
         picture = BytesIO()
         canvas.savefig(picture, format=kind[1:], dpi=150, metadata=METADATA[kind])
@@ -217,6 +207,8 @@ def _picture(path: str | Path, history: Sequence[Entry], panels: int = 1) -> Ite
 
 def describe(history: Sequence[Entry]) -> str:
     """The title: sampling, adjacency and unit; then noise, sample rate and steps."""
+    if not any(entry.count for entry in history):
+        raise ConfigurationError("history: it is empty, so there is nothing to plot.")
     compose(history)  # raises if no single guarantee covers the history
     events = [entry.event for entry in history if entry.count]
     schemes = list(dict.fromkeys(str(event.sampling) for event in events))
@@ -232,17 +224,3 @@ def describe(history: Sequence[Entry]) -> str:
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.4g}", f"{max(values):.4g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _short(value: float) -> str:
-    """1e-5, not 1e-05."""
-    return f"{value:g}".replace("e-0", "e-")
-
-
-def _matplotlib() -> Any:
-    try:
-        return importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ConfigurationError(
-            "Plots require matplotlib, which is not installed: run `pip install 'clipwise-dp[plots]'`."
-        ) from error

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,8 @@ class RunRecord:
             delta: the delta to state; by default that of the run.
         """
         path = Path(path)
+        if not path.exists():
+            raise ConfigurationError(f"{path} does not exist: give the folder of a run, or a ledger file.")
         if not path.is_dir():
             found = of_ledger(path, delta)
             return cls(_name_of(path), path, training=found)
@@ -294,4 +296,4 @@ def _with_audit(record: RunRecord, path: Path) -> RunRecord:
             f"{path} is not the output of `clipwise audit --json` for this run: its run is not that of the ledger. "
             "Repeat the audit, or remove the file."
         )
-    return RunRecord(record.name, record.path, record.config, record.metrics, record.training, record.evaluation, audit)
+    return replace(record, audit=audit)

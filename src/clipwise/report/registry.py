@@ -1,7 +1,7 @@
 """A run as a record of the OpenDP Deployments Registry, tier 3.
 
 The fields and their nesting are those of the registry's schema (github.com/opendp/deployments-registry-data), as JSON,
-which is also YAML. What only the party that publishes the model can know is marked `TO_FILL_IN`.
+which is also YAML. Fields that the run does not record are marked `TO_FILL_IN`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _model() -> dict[str, Any]:
         "model_name_description": wording.SETTING,
         "actors": (
             "The party that trains holds the data, the noise key and the sampled batches, and is trusted with them. "
-            "Everybody who sees the model or a released figure is not trusted and may know all other data. Names and "
+            "Parties that see the model or a released figure are not trusted and may know all other data. Names and "
             f"access rights: {CURATOR}"
         ),
         "release_type": "One release",
@@ -135,6 +135,6 @@ def _implementation(record: RunRecord) -> dict[str, Any]:
 def _mechanisms(record: RunRecord) -> list[str]:
     shown = ("releases", "noise", "sensitivity")
     lines = [f"{name}: {text}." for found in record.ledgers for name, text in found.lines() if name in shown]
-    versions = [", ".join(f"{name} {v}" for name, v in found.items()) for found in software(record)]
+    versions = map(wording.listed, software(record))
     lines += [f"Implemented with clipwise, {REPOSITORY} ({'; '.join(versions) or 'versions not recorded'})."]
     return [*lines, f"Security of the underlying data and access controls: {CURATOR}"]

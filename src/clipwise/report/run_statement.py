@@ -13,8 +13,8 @@ from typing import Any
 from clipwise.errors import ConfigurationError
 from clipwise.ledger.run_description import plain, versions
 from clipwise.report import plain_words as words
+from clipwise.report import wording
 from clipwise.report.record import RunRecord
-from clipwise.report.wording import labelled
 
 FORMAT = 2
 FILE = "statement.json"
@@ -91,7 +91,7 @@ def describe(record: RunRecord) -> str:
         lines.append(
             (
                 "training",
-                f"{words.releases(s.steps)}; epsilon {words.figure(s.epsilon)} at delta {words.small(s.delta)}",
+                f"{words.releases(s.steps)}; epsilon {words.figure(s.epsilon)} at delta {wording.small(s.delta)}",
             )
         )
     if record.evaluation is not None:
@@ -108,9 +108,9 @@ def describe(record: RunRecord) -> str:
         lines.append(("derived", words.POST_PROCESSING))
         lines += [("assumption", text) for text in assumptions(record)]
         lines += [("not covered", text) for text in words.not_covered(record)]
-    lines += [("software", ", ".join(f"{k} {v}" for k, v in found.items())) for found in software(record)]
-    lines.append(("read with", ", ".join(f"{k} {v}" for k, v in versions().items())))
-    return "\n".join([f"Privacy statement of run {record.name}", *labelled(lines)])
+    lines += [("software", wording.listed(found)) for found in software(record)]
+    lines.append(("read with", wording.listed(versions())))
+    return "\n".join([f"Privacy statement of run {record.name}", *wording.labelled(lines)])
 
 
 def assumptions(record: RunRecord) -> list[str]:
@@ -121,13 +121,8 @@ def assumptions(record: RunRecord) -> list[str]:
 
 def software(record: RunRecord) -> list[Mapping[str, Any]]:
     """The versions of the software of the run: from its ledgers, or from its configuration."""
-    found: list[Mapping[str, Any]] = []
-    for process in (p for statement in record.ledgers for p in statement.processes):
-        if process.versions and process.versions not in found:
-            found.append(process.versions)
-    if not found and record.section("versions"):
-        found.append(record.section("versions"))
-    return found
+    found = wording.distinct(versions for statement in record.ledgers for versions in statement.software())
+    return found or wording.distinct([record.section("versions")])
 
 
 def _about_data(record: RunRecord) -> list[tuple[str, str]]:

@@ -190,7 +190,7 @@ class Statement:
             "public_data": wording.public_data(text.public_data, about.public_statistics),
             "assumptions": self.assumptions(),
             "not_covered": wording.not_covered(s.unit, self.noise),
-            "versions": {"run": self._software(), "statement": versions()},
+            "versions": {"run": self.software(), "statement": versions()},
         }
         result: dict[str, Any] = plain(content)
         return result
@@ -224,7 +224,7 @@ class Statement:
             ("public data", wording.public_data(self._text().public_data, self.about.public_statistics)),
             *(("assumption", text) for text in self.assumptions()),
             *(("not covered", text) for text in wording.not_covered(s.unit, self.noise)),
-            *(("software", wording.listed(found)) for found in self._software()),
+            *(("software", wording.listed(found)) for found in self.software()),
             ("read with", wording.listed(versions())),
         ]
         if not self._is_training:
@@ -319,35 +319,25 @@ class Statement:
             f"false-positive rate; membership advantage at most {wording.percent(self.risk.advantage)}"
         )
 
-    def _software(self) -> list[dict[str, str]]:
+    def software(self) -> list[Mapping[str, Any]]:
         """The distinct software versions of the run, in order."""
-        found: list[dict[str, str]] = []
-        for process in self.processes:
-            if process.versions and dict(process.versions) not in found:
-                found.append(dict(process.versions))
-        return found
+        return wording.distinct(process.versions for process in self.processes)
 
 
 def of_releases(
-    history: Sequence[Entry],
-    event: Event,
-    delta: float,
-    accountant: str | None = None,
-    plan: Mapping[str, Any] | None = None,
-    **facts: Any,
+    history: Sequence[Entry], event: Event, delta: float, plan: Mapping[str, Any] | None = None, **facts: Any
 ) -> Statement:
-    """The statement for a history of releases.
+    """The statement for a history of releases: by PLD for a single run, and by the Renyi filter for several.
 
     Args:
         history: all releases.
         event: the kind of step to name if there are no releases.
         delta: the delta of the guarantee.
-        accountant: by default PLD for a single run, and the Renyi filter for several.
         plan: the plan of the first run, for the filter.
         facts: the other arguments of `Statement`.
     """
     event = history[-1].event if history else event
-    accountant = multi_run.accountant_of(history) if accountant is None else accountant
+    accountant = multi_run.accountant_of(history)
     delta = number("delta", delta, above=0, below=1)
     spent = Spent(
         epsilon=multi_run.epsilon_of(history, delta, accountant, plan),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clipwise.clipping.noised_statistics import STATISTICS_OF
@@ -131,11 +131,16 @@ def besides_training(event: Event, count: int) -> str:
     """A line about a release that is no step of a training."""
     bound = f", and a failure probability of at most {event.excess:.3g}" if event.excess else ""
     return (
-        f"{count} time{'s' * (count > 1)} {PURPOSE[event.purpose]}, without sampling: a Gaussian mechanism with noise "
-        f"multiplier {event.noise_multiplier:.4g}{bound}"
+        f"{count} release{'s' * (count > 1)} of {PURPOSE[event.purpose]}, without sampling: a Gaussian mechanism with "
+        f"noise multiplier {event.noise_multiplier:.4g}{bound}"
     )
 
 
+CHANGED: Mapping[Adjacency, str] = {
+    Adjacency.ZERO_OUT: "replaced by an empty one",
+    Adjacency.ADD_REMOVE: "added or removed",
+    Adjacency.REPLACE_ONE: "replaced by any other",
+}
 _NEIGHBOURS: Mapping[str, str] = {
     "zero-out": "one {unit} is replaced by an empty one (the number of {unit}s is public)",
     "add-remove": "one {unit} is added or removed (the number of {unit}s is not public)",
@@ -220,9 +225,14 @@ def what_moves(parts: Sequence[Part], unit: Unit) -> str:
     return found
 
 
-def percent(share: float) -> str:
-    """Round up to four significant digits, in percent."""
-    return f"{rounded_up(100 * share)}%"
+def percent(share: float, digits: int = 4) -> str:
+    """An upper bound on a share, in percent, rounded up; at most 100%."""
+    return f"{rounded_up(min(100.0, 100 * share), digits)}%"
+
+
+def small(value: float) -> str:
+    """0.00001 as 1e-5."""
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
@@ -231,6 +241,11 @@ def labelled(lines: Sequence[tuple[str, str]]) -> list[str]:
     return [
         f"  {'' if name == before else name:<12} {text}" for before, (name, text) in zip(labels, lines, strict=False)
     ]
+
+
+def distinct(versions: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The different records of software versions, in order."""
+    return list({tuple(each.items()): each for each in versions if each}.values())
 
 
 def listed(found: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from clipwise.errors import ConfigurationError, StepError
 from clipwise.sampling.base import Indices, Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.generators import generator_from, seed_global_generators
-from clipwise.sampling.microbatches import BySize, Cut
+from clipwise.sampling.microbatches import WHOLE, BySize, Cut
 from clipwise.validation.arguments import whole
 
 # For each step from the next unreleased one on: its secret, its epoch's secret and its slot in that epoch. Iterating
@@ -35,7 +35,7 @@ class Piece:
     indices: Indices = field(repr=False)  # the records in it
     consumed: bool = False  # whether the training loop has used it
     number: int = field(default=0, repr=False)  # among the pieces of the batch on all ranks
-    check: int = field(default=0, repr=False)  # a digest of the whole draw, to compare with other ranks
+    check: int = field(default=0, repr=False)  # a digest of the whole draw, to compare with other ranks; 0 for one rank
 
 
 class PrivateLoader:
@@ -60,6 +60,7 @@ class PrivateLoader:
         prepare: applied to each batch and its piece just before it is yielded.
         rank, ranks: this process and the number of processes. All of them draw the same batch, and each yields its own
             records. All yield the same number of pieces.
+        kept: returns the units of a draw that an audit keeps.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PrivateLoader:
         prepare: Callable[[Any, Piece], Any] | None = None,
         rank: int = 0,
         ranks: int = 1,
+        kept: Callable[[Indices], Indices] | None = None,
     ) -> None:
         self._cut = BySize(max_physical_batch_size) if cut is None else cut
         if scheme.dataset_size != self._cut.units(fetcher.dataset_size):
@@ -85,7 +87,7 @@ class PrivateLoader:
             whole("prefetch_factor", prefetch_factor, least=1)
             if num_workers == 0:
                 raise ConfigurationError("prefetch_factor needs num_workers above 0: leave it out.")
-        if scheme.has_random_size or self._cut.may_be_empty or ranks > 1:
+        if scheme.has_random_size or self._cut.may_be_empty or ranks > 1 or kept is not None:
             fetcher.empty()  # any batch may be empty: raise before the first step if it cannot be made
         self.current: Piece | None = None
         self.is_fetching = False  # whether a fetch is in progress or has failed
@@ -97,7 +99,7 @@ class PrivateLoader:
         self._pin_memory = pin_memory
         self._prefetch_factor = prefetch_factor
         self._prepare = prepare
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._kept = rank, ranks, kept
         self._turn = 0
         # Depends on the arguments only, so that the same training loop works for every batch size.
         self._yields_pieces = max_physical_batch_size is not None or self._cut.most_pieces(scheme.largest_size) > 1
@@ -156,18 +158,6 @@ class PrivateLoader:
         """Whether a piece was yielded and not yet used by a step."""
         return self.current is not None and not self.current.consumed
 
-    @property
-    def has_open_batch(self) -> bool:
-        """Whether a batch was yielded whose last piece is not yet used."""
-        piece = self.current
-        return piece is not None and not (piece.consumed and piece.last)
-
-    def consume(self) -> Piece:
-        """Mark the current piece as used, once, and return it."""
-        piece = self.awaited()
-        piece.consumed = True
-        return piece
-
     def _steps(self, turn: int) -> Iterator[Iterator[Any]]:
         handed_out = self._hand_out(turn, self._cut)
         for first in handed_out:
@@ -225,8 +215,12 @@ class PrivateLoader:
     def _schedule(self, cut: Cut) -> Iterator[Piece]:
         for offset, (step_secret, epoch_secret, slot) in enumerate(self._secrets()):
             indices = self._scheme.draw(step_secret, epoch_secret, slot)
-            parts = cut.of_rank(indices, self._rank, self._ranks)
-            check = _digest(indices)
+            if self._kept is not None:
+                indices = self._kept(indices)
+            is_whole, check = self._ranks == 1 and cut == WHOLE, 0
+            parts = [indices] if is_whole else cut.of_rank(indices, self._rank, self._ranks)
+            if self._ranks > 1:
+                check = int.from_bytes(blake2b(indices.tobytes(), digest_size=7).digest(), "little")
             for i, part in enumerate(parts):
                 number = i * self._ranks + self._rank
                 yield Piece(offset, i, len(part), last=i == len(parts) - 1, indices=part, number=number, check=check)
@@ -257,10 +251,6 @@ class PrivateLoader:
         )
         for batch in batches:
             yield requested.popleft(), batch
-
-
-def _digest(drawn: Indices) -> int:
-    return int.from_bytes(blake2b(drawn.tobytes(), digest_size=7).digest(), "little")
 
 
 def _seed_worker(secret: bytes, number: int) -> None:

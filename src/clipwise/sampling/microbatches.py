@@ -75,6 +75,9 @@ class BySize(Cut):
         return 1 if self.limit is None else max(1, -(-largest_size // self.limit))
 
 
+WHOLE = BySize()
+
+
 @dataclass(frozen=True)
 class ByIndex(Cut):
     """Record i is in microbatch i mod k. There are always k microbatches; some may be empty."""
@@ -154,12 +157,17 @@ def microbatches_of(scheme: Scheme, count: int) -> Cut:
 
 
 def _listed(ids: Any) -> list[Hashable]:
-    _require_column(ids)
+    """The owner of each record."""
+    dimensions = getattr(ids, "ndim", 1)  # a table iterates over its column names
+    if dimensions != 1:
+        raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
     if isinstance(ids, (torch.Tensor, np.ndarray)):
         ids = ids.tolist()
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, Mapping, MappingView, Set)) or not isinstance(ids, Iterable):
         raise ConfigurationError(
-            f"group must hold one user id for each record, as a list or a tensor, not {type(ids).__name__}."
+            f"group is a {type(ids).__name__}: it holds no ids, or each key once and not in the order of the records, "
+            "so each record would count as a separate user. Give a list with one user id for each record, in the data "
+            "set's order: [owner[i] for i in range(n)] for n records."
         )
     found = list(ids)
     for owner in found:
@@ -174,18 +182,6 @@ def _listed(ids: Any) -> list[Hashable]:
                 "record its own id if it belongs to a user without other records, or leave it out."
             )
     return found
-
-
-def _require_column(ids: Any) -> None:
-    dimensions = getattr(ids, "ndim", 1)  # a table iterates over its column names
-    if dimensions != 1:
-        raise ConfigurationError(f"group has {dimensions} dimensions: give one user id for each record.")
-    if isinstance(ids, (Mapping, MappingView, Set)):
-        raise ConfigurationError(
-            f"group is a {type(ids).__name__}: it holds each key once, and not in the order of the records, so each "
-            "record would count as a separate user. Give a list with one user id for each record, in the data set's "
-            "order: [owner[i] for i in range(n)] for n records."
-        )
 
 
 def _in_order(owners: Iterable[Hashable]) -> list[Hashable]:

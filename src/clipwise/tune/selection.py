@@ -92,7 +92,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Released:
+class SearchResult:
     """The release of a search: the settings of the best run and its noised score, without the number of runs."""
 
     settings: dict[str, Any]
@@ -100,7 +100,9 @@ class Released:
     output: Any
 
 
-def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]) -> Released | None:
+def select(
+    plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tuple[int, int, Any]]
+) -> SearchResult | None:
     """The best of a secret number of runs, by its noised score; None if no run was drawn.
 
     Args:
@@ -111,7 +113,7 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
     """
     random = np.random.default_rng()  # seeded by the operating system, because the number of runs is secret
     key = NoiseKey.fresh()
-    best: tuple[float, Released] | None = None
+    best: tuple[float, SearchResult] | None = None
     for _ in range(Repetitions(plan.mean, plan.shape).draw(random)):
         settings = point(space, random.random(len(space)).tolist())
         right, size, output = run(settings)
@@ -119,61 +121,46 @@ def select(plan: SelectionPlan, space: Space, run: Callable[[dict[str, Any]], tu
         key.advance()
         score = right + noise
         if best is None or score > best[0]:
-            best = score, Released(settings, score / size, output)
+            best = score, SearchResult(settings, score / size, output)
     key.wipe()
     return None if best is None else best[1]
 
 
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of an accounted search over a recipe; `epsilon` is the budget of the whole search."""
-
-    epsilon: float = 3.0
-    mean_runs: float = 10.0
-    sample_rate: float = 0.05
-    epochs: int = 10
-
-    def __post_init__(self) -> None:
-        from_arguments.budget(self.epsilon)
-        number("mean_runs", self.mean_runs, above=1, below=LARGEST_MEAN)
-        from_arguments.event(1.0, self.sample_rate, Sampling.POISSON)  # of the two, only the rate can be invalid
+def planned(
+    recipe: Recipe, *, epsilon: float = 3.0, mean_runs: float = 10.0, sample_rate: float = 0.05, epochs: int = 10
+) -> tuple[SelectionPlan, Settings]:
+    """The plan of a search over a recipe with this budget, and the settings that all of its runs share."""
+    from_arguments.budget(epsilon)
+    number("mean_runs", mean_runs, above=1, below=LARGEST_MEAN)
+    number("sample_rate", sample_rate, above=0, most=1)
+    steps = max(1, round(epochs / sample_rate))
+    found = plan(epsilon, recipe.delta, sample_rate=sample_rate, steps=steps, mean=mean_runs)
+    return found, {"noise_multiplier": found.noise_multiplier, "sample_rate": sample_rate, "epochs": epochs}
 
 
-@dataclass(frozen=True)
-class Found:
-    """The plan of a search over a recipe, and the best run if there was one."""
-
-    plan: SelectionPlan
-    released: Released | None
-
-    def in_words(self) -> list[str]:
-        """The result in sentences. They do not reveal the number of runs."""
-        p = self.plan
-        lines = [
-            f"The whole search costs epsilon {rounded_up(p.epsilon)} at delta {p.delta:.3g} for one record (zero-out), "
-            "if only these lines and the best model are released and the number of runs stays secret. The duration "
-            "of the search reveals that number too.",
-            f"A single run with this noise (multiplier {p.noise_multiplier:g}) would cost epsilon "
-            f"{rounded_up(p.epsilon_of_a_run)}; there were {p.mean:g} runs on average.",
-        ]
-        if self.released is None:
-            return [*lines, "No run was drawn this time, so there is no result."]
-        chosen = ", ".join(f"{name} {value:.3g}" for name, value in self.released.settings.items())
-        lines.append(f"Best: {chosen}; noised validation accuracy {self.released.noised_accuracy:.1%}.")
-        return lines
-
-
-def search(recipe: Recipe, options: SearchOptions, seed: int = 0) -> Found:
-    """Plan the noise, draw a secret number of runs, and release the best."""
-    steps = max(1, round(options.epochs / options.sample_rate))
-    found = plan(options.epsilon, recipe.delta, sample_rate=options.sample_rate, steps=steps, mean=options.mean_runs)
-    fixed = {"noise_multiplier": found.noise_multiplier, "sample_rate": options.sample_rate, "epochs": options.epochs}
+def search(recipe: Recipe, plan: SelectionPlan, shared: Settings, seed: int = 0) -> SearchResult | None:
+    """Draw a secret number of runs, and release the best."""
 
     def one(settings: Settings) -> tuple[int, int, object]:
-        run = recipe.train({**settings, **fixed}, seed)
+        run = recipe.train({**settings, **shared}, seed)
         return run.right, run.size, run.model
 
-    return Found(found, select(found, recipe.free_space, one))
+    return select(plan, recipe.free_space, one)
+
+
+def in_words(plan: SelectionPlan, released: SearchResult | None) -> list[str]:
+    """The result of a search in sentences. They do not reveal the number of runs."""
+    lines = [
+        f"The whole search costs epsilon {rounded_up(plan.epsilon)} at delta {plan.delta:.3g} for one record "
+        "(zero-out), if only these lines and the best model are released and the number of runs stays secret. The "
+        "duration of the search reveals that number too.",
+        f"A single run with this noise (multiplier {plan.noise_multiplier:g}) would cost epsilon "
+        f"{rounded_up(plan.epsilon_of_a_run)}; there were {plan.mean:g} runs on average.",
+    ]
+    if released is None:
+        return [*lines, "No run was drawn this time, so there is no result."]
+    chosen = ", ".join(f"{name} {value:.3g}" for name, value in released.settings.items())
+    return [*lines, f"Best: {chosen}; noised validation accuracy {released.noised_accuracy:.1%}."]
 
 
 def _smallest(cost: Callable[[float], float], budget: float) -> float:

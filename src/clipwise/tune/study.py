@@ -13,7 +13,7 @@ from typing import Any
 from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.ledger.durable_files import replace_file
 from clipwise.privacy import rounded_up
-from clipwise.report.plots import METADATA, STYLE
+from clipwise.report.plots import picture
 from clipwise.tune.selection import composed_epsilon
 from clipwise.tune.subject import Choice, Point, Space, Subject, described, front, plain
 
@@ -181,10 +181,7 @@ def cost_in_words(points: Sequence[Point]) -> list[str]:
 
 
 def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
-    matplotlib = importlib.import_module("matplotlib")
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        canvas = importlib.import_module("matplotlib.figure").Figure(figsize=(5.2, 3.8), layout="constrained")
-        axes = canvas.subplots()
+    with picture(file, name, (5.2, 3.8)) as (axes,):
         axes.plot([p.epsilon for p in points], [p.accuracy for p in points], "o", color="0.7", markersize=4)
         best = front(points)
         line = {"where": "post", "color": "black", "markersize": 4, "label": "Pareto front"}
@@ -192,7 +189,5 @@ def _plot(name: str, points: Sequence[Point], file: Path) -> Path:
         axes.set_xscale("log")
         axes.set_xlabel("epsilon of one run")
         axes.set_ylabel("validation accuracy")
-        axes.set_title(name, loc="left", fontsize=9)
         axes.legend(frameon=False)
-        canvas.savefig(file, format="svg", metadata=METADATA[".svg"])
     return file

@@ -84,9 +84,7 @@ def plain(value: Any) -> Any:
     """A value of a list in plain types, the same in every process."""
     if isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))  # the order of a set changes between processes
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # so does the address of a function
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))  # the address of a function changes between processes
 
 
 Settings = Mapping[str, Any]
@@ -151,7 +149,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Data, a network and a space, for which clipwise knows what every run releases.
+    """Data, a network and a space. The releases of each run are known, so a search over them can be accounted for.
 
     Attributes:
         space: the settings to choose from.

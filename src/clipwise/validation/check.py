@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
-from clipwise.validation.step_guard import BufferGuard
-from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
+from clipwise.validation.step_guard import BufferGuard, require_losses
+from clipwise.validation.step_inputs import require_no_batch_statistics
 from clipwise.validation.uncompiled import uncompiled
 
 Loss = Callable[..., Tensor]
@@ -184,19 +184,12 @@ def _size(batch: object) -> int:
 Pass = Callable[[], object]  # runs model and loss on a batch
 
 
-@dataclass(frozen=True)
-class Call:
-    """Inputs and outputs of one layer call."""
+class LayerCall(NamedTuple):
+    """One call of a layer."""
 
-    name: str
-    kind: str
+    layer: str  # for messages
     inputs: list[Tensor]
     outputs: list[Tensor]
-
-    @property
-    def label(self) -> str:
-        """The layer's name in messages."""
-        return f"layer {self.name!r} ({self.kind})" if self.name else f"the model's own forward ({self.kind})"
 
 
 def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: int) -> str | None:
@@ -208,36 +201,28 @@ def first_mixing(model: nn.Module, before: Pass, after: Pass, place: int, size: 
     def are_mixed(one: list[Tensor], other: list[Tensor]) -> bool:
         return any(_is_mixed(a, b, place, size) for a, b in zip(one, other, strict=False))
 
-    with recorded(model) as calls:
-        before()
-    with recorded(model) as again:
-        after()
-    for one, other in zip(calls, again, strict=False):
-        if one.name != other.name:
+    for one, other in zip(calls_in(model, before), calls_in(model, after), strict=False):
+        if one.layer != other.layer:
             return None  # the layers that run depend on the batch: nothing can be compared
         if not are_mixed(one.inputs, other.inputs) and are_mixed(one.outputs, other.outputs):
-            return one.label
+            return one.layer
     return None
 
 
-@contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """Record every layer call in this block, in the order in which calls end."""
-    calls: list[Call] = []
+def calls_in(model: nn.Module, run: Pass) -> list[LayerCall]:
+    """Return every layer call of a pass, in the order in which calls end."""
+    calls: list[LayerCall] = []
 
-    def ended(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            copies = [[t.detach().clone() for t in tensors_in(x)] for x in ([*args, kwargs], output)]
-            calls.append(Call(name, type(module).__name__, *copies))
+    def ended(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        layer = f"layer {name!r}" if name else "the model's own forward"
+        copies = ([t.detach().clone() for t in tensors_in(x)] for x in ([*args, kwargs], output))
+        calls.append(LayerCall(f"{layer} ({type(module).__name__})", *copies))
 
-        return hook
-
-    handles = [m.register_forward_hook(ended(name), with_kwargs=True) for name, m in model.named_modules()]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(ended, name), with_kwargs=True))
+        run()
+    return calls
 
 
 def _is_mixed(before: Tensor, after: Tensor, place: int, size: int) -> bool:

@@ -227,7 +227,8 @@ class IndependenceProbe:
             if not set(trace.shared).isdisjoint(nodes):
                 raise CoupledExamplesError(_SHARED)
             has_woken = self._factors.examine(losses, trace.others)
-            inputs = [*trace.inputs, *_lookups(nodes, trace.others)]
+            lookups = [node for node, name in zip(nodes, names, strict=True) if "Embedding" in name]
+            inputs = [*trace.inputs, *_lookups(lookups, trace.others)]
             if not inputs:
                 self._left = 0  # nothing to examine until the graph has new operations
                 return
@@ -240,6 +241,7 @@ class IndependenceProbe:
         wiring = hash(tuple(names))
         if wiring in self._wirings:
             return self._wirings[wiring]
+        require_not_rerun(*names)
         if len(self._wirings) >= _MOST_WIRINGS:
             self._wirings.clear()
         seen: Counter[Pattern] = Counter()
@@ -354,7 +356,6 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
             if child not in entered:
                 entered.add(child)
                 nodes.append(child)
-    require_not_rerun(*names)
     return nodes, names
 
 

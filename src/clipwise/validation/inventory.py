@@ -191,11 +191,14 @@ class ModelState:
         self._tensors: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self._places: list[tuple[str, int, int]] = []
-        self.take()
+        self.accept()
         self.save()  # restoring the initial weights is allowed
 
     def take(self) -> None:
-        """Record the model after an update of verified weights. Does not synchronise."""
+        """Record the model after an update of verified weights. Does not synchronise.
+
+        Here and in `changed_before_update` the inventory is that of the last check of the step (step_guard.py).
+        """
         tensors = self._tensors_now()
         places = _places(tensors)
         if places != self._places:
@@ -208,17 +211,19 @@ class ModelState:
     def accept(self) -> None:
         """Accept the current model and discard earlier findings."""
         self._found, self._moved = [], None
+        self.inventory.up_to_date()
         self.take()
 
     def is_of_same_tensors(self) -> bool:
         """Whether the model has parameters and buffers with the same names as before."""
+        self.inventory.up_to_date()
         return self._tensors_now().keys() == self._tensors.keys()
 
     def was_counted(self) -> bool:
         """Whether torch counted a write, or a tensor was replaced or moved. Does not synchronise."""
         return self._is_counted(self._tensors_now())
 
-    def changed(self, looks_inside: bool = False, may_wait: bool = True) -> list[str]:
+    def changed(self, looks_inside: bool = False, at_draw: bool = False) -> list[str]:
         """Return the names of tensors that changed, were added or were removed since `take`.
 
         Equal contents elsewhere are accepted (`.to(device)`, weights swapped and restored). So are contents rounded to
@@ -226,11 +231,14 @@ class ModelState:
 
         Args:
             looks_inside: compare contents even if torch counted no write.
-            may_wait: also read what `changed_before_update` left on an accelerator.
+            at_draw: in a step, where the inventory is up to date. Does not read what `changed_before_update` left on an
+                accelerator, which would synchronise.
         """
+        if not at_draw:
+            self.inventory.up_to_date()
         now = self._tensors_now()
         is_counted = self._is_counted(now)
-        found = self._found_before() if may_wait else self._found
+        found = self._found if at_draw else self._found_before()
         if found or not (is_counted or looks_inside):
             return found
         if now.keys() != self._tensors.keys():
@@ -268,6 +276,7 @@ class ModelState:
 
     def checksums_of(self, state: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the checksums of a `state_dict` of the model with the entries of all ranks."""
+        self.inventory.up_to_date()
         kept = self._persistent()
         now = {name: state[name] for name in self._tensors_now() if name in kept}
         return dict(zip(now, checksums(now.values()).tolist(), strict=True))
@@ -297,7 +306,7 @@ class ModelState:
         stored = self._stored
         return {
             name: t if stored is None else stored(t)
-            for name, _, tensors, key in self.inventory.up_to_date().state
+            for name, _, tensors, key in self.inventory.state
             if (t := tensors[key]) is not None and not is_lazy(t)
         }
 

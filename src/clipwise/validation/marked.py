@@ -91,8 +91,8 @@ class MarkedTensor(Tensor):
             return _spread(func, args, kwargs)
 
 
-def plain(value: Tensor) -> Tensor:
-    """Return a marked tensor's values without mark and history; return other tensors unchanged."""
+def plain(value: Any) -> Any:
+    """Return a marked tensor's values without mark and history; return anything else unchanged."""
     if not isinstance(value, MarkedTensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -163,8 +163,8 @@ def _with_constant_weights(func: Callable[..., Any], args: Any, kwargs: Any) -> 
     weights = [*args[2:], *(value for name, value in kwargs.items() if name not in ("input", "target"))]
     of_batch = [w for w in weights if isinstance(w, MarkedTensor)]
     own = {name: kwargs[name] for name in ("input", "target") if name in kwargs}
-    args = *args[:2], *(map_tensors(plain, w) for w in args[2:])
-    return args, map_tensors(plain, kwargs) | own, any(func in _BY_CLASS or _is_broadcast(w, target) for w in of_batch)
+    args, kwargs = (*args[:2], *map(plain, args[2:])), {name: plain(value) for name, value in kwargs.items()}
+    return args, kwargs | own, any(func in _BY_CLASS or _is_broadcast(w, target) for w in of_batch)
 
 
 def _is_broadcast(weight: Tensor, target: Tensor) -> bool:

@@ -39,7 +39,7 @@ from clipwise.layers.clipped import unclipped
 from clipwise.sampling.batch_structure import evaluating, tensors_in
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.random_state import fixed_random_state, random_state_now, with_other_tensors
-from clipwise.validation.step_inputs import require_losses
+from clipwise.validation.step_guard import require_losses
 
 FLOAT32 = torch.finfo(torch.float32).eps
 
@@ -105,7 +105,7 @@ def differing(expected: Sequence[Tensor], found: Sequence[Tensor], most: Sequenc
 
 
 Arrange = Callable[[Sequence[int]], Any]  # from indices to a batch of these examples, in order
-Run = Callable[[Any], Tensor]  # from a batch to one loss per example
+LossFunction = Callable[[Any], Tensor]  # from a batch to one loss per example
 Blank = Callable[[Any, int], Any]  # returns the batch with the example at one index emptied
 
 _REPLACED, _ALONE = 3, 16
@@ -181,7 +181,7 @@ class Trial:
     """Runs a loss on arrangements of a batch and compares."""
 
     model: nn.Module  # is not changed
-    run: Run
+    run: LossFunction
     arrange: Arrange
     size: int  # the number of examples
     blank: Blank | None = None  # empties an example; None if examples cannot be emptied

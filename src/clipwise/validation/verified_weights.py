@@ -196,10 +196,11 @@ class VerifiedWeights:
     def before_draw(self, moves_weights: bool) -> None:
         """Verify before the next batch is drawn. `moves_weights`: the run will change weights before the update."""
         state = self.state
-        self.require(state.changed_before_update() if moves_weights else state.changed(may_wait=False))
+        self.require(state.changed_before_update() if moves_weights else state.changed(at_draw=True))
 
     def before_step(self, is_last: bool) -> None:
         """Verify before a piece is used, and a last time before the update if it is the last of its batch."""
+        self.released.require_own()
         self.released.require_used()
         if is_last:
             self.require(self.state.changed_before_update())
@@ -230,6 +231,7 @@ class VerifiedWeights:
         if warning is not None and warning not in self._warned:
             self._warned.add(warning)
             warn(warning)
+        self.state.inventory.up_to_date()
         self._is_own_step = not is_foreign and not self.state.changed_before_update()
 
     def after_user_step(self) -> bool:

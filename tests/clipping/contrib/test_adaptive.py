@@ -183,7 +183,7 @@ def test_pieces_of_a_batch_change_nothing_but_the_draw(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_run_that_is_resumed_goes_on_exactly(name: str, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_continues_exactly(name: str, tmp_path: Path) -> None:
     def begun(ledger: str, seed: int = 0) -> tuple[nn.Module, Any]:
         clipping = PerExample(NormDecay(0.8, 0.9, every=3), in_a_run(name))
         return private_run(network(seed=seed), clipping=clipping, seed=4, ledger=tmp_path / ledger)

@@ -43,7 +43,7 @@ def test_it_begins_at_a_positive_number(norm: Any) -> None:
 
 @pytest.mark.parametrize("norm", [Quantile(), NormDecay(1.0, 0.5)], ids=["quantile", "decay"])
 def test_a_bound_that_moves_already_is_refused(norm: Any) -> None:
-    with pytest.raises(ConfigurationError, match="NormDecay: max_norm must be a number, or one for each part"):
+    with pytest.raises(ConfigurationError, match="max_norm must be a finite number"):
         PerExample(NormDecay(norm, 0.9))
 
 

@@ -90,7 +90,7 @@ def test_paper_makes_all_layers_equally_long(found: list[tuple[float, int]]) -> 
 @pytest.mark.slow
 @QUICK
 @given(st.integers(0, 999), st.floats(0.05, 3), st.sampled_from([("paper", "equal"), ("optimal", "optimal")]))
-def test_it_leaves_what_bounds_by_layer_leave_at_equal_noise(seed: int, C: float, kinds: tuple[str, str]) -> None:
+def test_what_bounds_per_layer_leave_unclipped_it_leaves_too(seed: int, C: float, kinds: tuple[str, str]) -> None:
     """With max_norm = |C_h|, on the box |g_h| <= C_h: "paper" against an equal split, "optimal" an optimal one."""
     kind, split = kinds
     on, z = small_model(), 1.1

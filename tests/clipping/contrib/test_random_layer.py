@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise import PerExample
-from clipwise.clipping.contrib.random_layer import Alone, RandomLayer
+from clipwise.clipping.contrib.policies import Alone, RandomLayer
 from clipwise.errors import StepError
 from clipwise.gradients import METHODS
 from clipwise.privacy import effective_multiplier
@@ -82,9 +82,9 @@ def test_the_mean_over_draws_is_the_layerwise_clipped_mean() -> None:
     on, x, C, rounds = small_model(), rows(10), 0.1, 2000
     clipper = PerExample(C, RandomLayer()).attach(site(on))
     assert clipper.divisor == pytest.approx(10 / 3)
-    by_layer = PerExample(dict.fromkeys(LAYERS, C), "layer").attach(site(on))
-    assert by_layer.divisor == 10
-    expected = by_layer.clipped_sum(losses(on, (x,)))
+    per_layer = PerExample(dict.fromkeys(LAYERS, C), "layer").attach(site(on))
+    assert per_layer.divisor == 10
+    expected = per_layer.clipped_sum(losses(on, (x,)))
     total = {n: torch.zeros_like(p) for n, p in on.named_parameters()}
     for k in range(rounds):
         clipper.secret = b"%d" % k

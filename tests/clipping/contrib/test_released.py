@@ -13,9 +13,9 @@ from torch import Tensor
 from clipwise import PerExample
 from clipwise.clipping import noised_parts
 from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, multipliers
-from clipwise.clipping.contrib.typical import Estimated, Question, ReleasedNorms
+from clipwise.clipping.contrib.typical import Estimated, ReleasedNorms
 from clipwise.clipping.thresholds import Policy
-from clipwise.errors import CheckpointError, ConfigurationError
+from clipwise.errors import ConfigurationError
 from clipwise.privacy import Part, effective_multiplier
 from tests.clipping.contrib.test_adaptive import LAYERS
 from tests.clipping.policies import small_model
@@ -26,7 +26,7 @@ from tests.sites import site
 
 
 def estimated(memory: float = 0.9) -> Estimated:
-    return Estimated(ReleasedNorms(memory), Question(site(small_model()), LAYERS))
+    return Estimated(ReleasedNorms(memory), site(small_model()).parameters, LAYERS)
 
 
 def release(norms: dict[str, float], noise: float, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -132,7 +132,7 @@ def test_constants_follow_what_was_released(kind: str) -> None:
 def test_a_run_learns_from_its_own_releases(policy: Any, z: float) -> None:
     """Written down a second time: from the gradients that the run left in `.grad`."""
     on, private = private_run(clipping=PerExample(0.8, policy(ReleasedNorms(0.7), every=1)), noise_multiplier=z)
-    second = Estimated(ReleasedNorms(0.7), Question(site(network()), RUN_LAYERS))
+    second = Estimated(ReleasedNorms(0.7), site(network()).parameters, RUN_LAYERS)
     for _ in range(2):
         for batch in private.loader:
             L, noise = private._context.clipper.divisor, {}
@@ -167,5 +167,5 @@ def test_a_state_goes_back_to_where_it_was() -> None:
     assert other.norms == one.norms and other.state_dict() == one.state_dict()
     state = one.state_dict()
     for running in ({}, state["running"] | {"weight": None}, state["running"] | {"squares": {"0": 1.0}}):
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises((KeyError, ValueError)):
             other.load_state_dict(state | {"running": running})

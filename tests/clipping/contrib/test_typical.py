@@ -98,7 +98,7 @@ def test_a_microbatch_with_a_gradient_that_is_not_finite_is_left_out() -> None:
 
 def test_a_loss_that_fails_on_public_data_is_named() -> None:
     narrow = PublicData(TensorDataset(torch.randn(8, 2)), loss, batch_size=4, name="narrow")
-    with pytest.raises(ConfigurationError, match=r"PublicData\(narrow\): loss.*fails on the public data"):
+    with pytest.raises(ConfigurationError, match=r"PublicData\(narrow\): loss.*does not take such rows"):
         measured(small_model(), narrow)
 
 

@@ -55,8 +55,8 @@ def test_signals_have_the_setting_that_was_chosen() -> None:
     found = everything(("signal",), accuracy)
     keys = [key for key in found if "signal " in key]
     assert len(keys) == len(SIGNALS)
-    by_layer, flat = (next(k for k in keys if f"/{m} " in k) for m in ("dp-sgd-layer", "dp-sgd-relu"))
-    assert by_layer.replace("dp-sgd-layer", "dp-sgd-relu") == flat
+    per_layer, flat = (next(k for k in keys if f"/{m} " in k) for m in ("dp-sgd-layer", "dp-sgd-relu"))
+    assert per_layer.replace("dp-sgd-layer", "dp-sgd-relu") == flat
 
 
 def test_every_figure_has_runs() -> None:

@@ -6,6 +6,8 @@ from clipwise.errors import ConfigurationError
 from experiments.backprop_clipping.grid import private_methods
 from experiments.harness.runner import Options, reproduce
 
+pytestmark = pytest.mark.integration
+
 FIGURES = ("table-1", "withdrawn")
 
 
@@ -29,7 +31,7 @@ def test_the_withdrawn_noise_is_charged_for_what_its_clips_allow(quick):
     assert 0.08 < spent["withdrawn digits/honest"] < 0.1 < 20 < spent["withdrawn digits/as published"]
 
 
-def test_the_page_says_what_it_is(quick):
+def test_the_page_states_what_it_is(quick):
     out, _ = quick
     page = (out / "results.md").read_text()
     assert "quick run" in page and "## Table 1" in page and "## The withdrawn setting" in page

@@ -95,7 +95,7 @@ def test_a_difference_needs_two_standard_errors() -> None:
     assert Measured(50.0, None).verdict == 0  # one run gives no standard error
 
 
-def test_signals_are_compared_layer_by_layer() -> None:
+def test_signals_are_compared_for_each_layer() -> None:
     def curve(signal: float, grown: float) -> list[dict]:
         layer = {"signal": signal, "noise": 2.0}
         return [
@@ -107,8 +107,8 @@ def test_signals_are_compared_layer_by_layer() -> None:
     for method, (signal, grown) in zip(SIGNALS, ((1.0, 2.0), (6.0, 1.0), (0.5, 3.0), (4.0, 4.0)), strict=True):
         key = next(k for k in found if "signal " in k and f"/{method} " in k)
         found[key]["curve"] = curve(signal, grown)
-    by_layer, flat, growth = verdicts.signal_to_noise(Results(found, quick=False))
-    assert "(one run): more in 2 of 2 layers.**" in by_layer and "0 0.5 against 0.25" in by_layer
+    per_layer, flat, growth = verdicts.signal_to_noise(Results(found, quick=False))
+    assert "(one run): more in 2 of 2 layers.**" in per_layer and "0 0.5 against 0.25" in per_layer
     assert "(one run): more in 0 of 2 layers.**" in flat and "0.5 against 2" in flat
     assert "normalize: 0 3 against 2" in flat  # reported, and no part of the verdict
     assert "(one run): less than" in growth and "2.00 times" in growth
@@ -125,7 +125,7 @@ def test_the_price_of_clips_is_that_of_the_papers(searched: None) -> None:
     assert "**Does not survive.**" in sentence and "mnist -5.0 ± 0.0 points (-0.1 in the paper)" in sentence
 
 
-def test_nothing_is_said_without_runs() -> None:
+def test_without_runs_there_is_no_verdict() -> None:
     empty = Results({}, quick=False)
     for sentences in (
         verdicts.headline,

@@ -109,7 +109,7 @@ def test_seeds_cut_differently():
     assert not torch.equal(data.cut(rows, 0.2, 0)[1].tensors[0], data.cut(rows, 0.2, 1)[1].tensors[0])
 
 
-def test_android_says_that_it_is_partial(tmp_path):
+def test_android_states_that_it_is_partial(tmp_path):
     write(tmp_path, "naticusdroid")
     assert "partial" in data.table("naticusdroid", tmp_path).note
 

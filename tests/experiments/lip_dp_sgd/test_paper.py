@@ -10,6 +10,8 @@ from experiments.harness.runner import Options, reproduce
 from experiments.lip_dp_sgd import paper
 from experiments.lip_dp_sgd.claims import METHODS
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
@@ -33,7 +35,7 @@ def test_all_methods_spend_the_same(quick):
     assert len(spent) == 1 and 7.9 < spent.pop() <= 8.0
 
 
-def test_the_page_says_what_it_is(quick):
+def test_the_page_states_what_it_is(quick):
     out, _, _, _ = quick
     page = (out / "results.md").read_text()
     assert "quick run" in page and "## Table 1" in page and "## Figure 2" in page and "## Figure 3" in page

@@ -98,7 +98,7 @@ def test_runs_of_a_quick_page_are_not_results():
     assert not invented(better("lip"), quick=True).has("table-5")
 
 
-def test_nothing_run_means_nothing_said():
+def test_without_runs_there_is_no_verdict():
     nothing = Results({}, quick=False)
     assert verdicts.verdicts(nothing, "table-5") == []
     assert verdicts.image_verdicts(nothing) == []
@@ -111,7 +111,7 @@ def cell(figure, row, budget=None, **found):
     return {"seed": 0, "judged_by": "test", "shown": [place]} | found
 
 
-def test_runtime_says_how_often_and_how_much():
+def test_runtime_states_how_often_and_how_much():
     cells = {
         str(size): cell("2", f"mnist/{size}", seconds_of_an_epoch={"plain": 1, "dp-sgd": 2.0, "lip": lip})
         for size, lip in ((32, 1.0), (64, 3.0))

@@ -48,7 +48,7 @@ def test_every_parameter_has_a_finite_bound(name, options, shape, count, norm):
     assert all(math.isfinite(bound) and bound > 0 for bound in bounds.values())
 
 
-def test_the_first_module_clips_inputs_if_asked():
+def test_the_first_module_clips_inputs_on_request():
     x = torch.full((2, 5), 10.0)
     clipped = models.build("mlp2", features=5, input_norm=1.0)[0](x)
     assert torch.allclose(clipped.norm(dim=1), torch.ones(2), atol=1e-4)

@@ -48,7 +48,7 @@ def test_private_findings_name_the_claim():
     assert "public-exact against group norm: -1.00 ± 0.71 at epsilon 1" in words
 
 
-def test_noise_findings_say_how_much_is_borne():
+def test_noise_findings_state_how_much_is_tolerated():
     found = {
         ("LeNet-5", "batch norm", noise): runs(accuracy)
         for noise, accuracy in ((0.0, 0.99), (0.1, 0.985), (1.0, 0.97), (2.0, 0.985))

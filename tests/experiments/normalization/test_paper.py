@@ -90,7 +90,7 @@ def test_trials_come_first_then_the_best_of_them_is_tested(one_entry, store):
     assert len(results(SMALL, store)[ENTRY]) == 2
 
 
-def test_an_entry_without_a_trial_that_came_through_says_why(one_entry, store):
+def test_an_entry_without_a_finished_trial_has_the_reason(one_entry, store):
     for task in needed(store):
         keep(store, task, failed="refused: so")
     assert needed(store) == []
@@ -120,6 +120,7 @@ def test_the_first_of_equal_trials_is_taken():
 # ---------------------------------------------------------------------------- the command
 
 
+@pytest.mark.integration
 def test_it_runs_continues_and_ends(declared, tmp_path, capsys):
     declared(SMALL)
     words = ["normalization", "--table", "5", "--out", str(tmp_path)]
@@ -143,6 +144,7 @@ def test_runs_of_another_folder_are_taken_over(one_entry, tmp_path):
     assert len(found.cells) == 4 and not any("seed" in line for line in lines[before:])
 
 
+@pytest.mark.integration
 def test_several_processes_give_the_same_grid(declared, tmp_path):
     declared(dataclasses.replace(SMALL, trials=SMALL.trials[:1], seeds=1))
     found = reproduce(Options("normalization", tmp_path, workers=2), lambda _: None)

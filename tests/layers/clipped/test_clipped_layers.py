@@ -15,7 +15,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from clipwise.errors import ConfigurationError
 from clipwise.layers import ClippedLayer, clip_inputs
-from clipwise.layers.clipped import layer as scales
 from clipwise.layers.clipped import linear_map, unclipped
 from clipwise.layers.clipped.layer import lengths
 from clipwise.layers.clipped.linear import Convolution, Matrix
@@ -231,7 +230,6 @@ def test_the_same_without_synchronization(name: str, mode: str, bound: str, monk
     g = upstream(y, 3.0)
     g[1].view(-1)[0] = math.nan
     expected = gradients(model, y, g, *with_x)
-    monkeypatch.setattr(scales, "surely_none", lambda flags_B: False)
     monkeypatch.setattr(linear_map, "surely_none", lambda flags_B: False)
     for a, b in zip(gradients(model, model(x), g, *with_x), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -350,6 +348,7 @@ def test_positions_without_a_gradient_do_not_loosen_the_bound_of_a_table() -> No
     assert float(lookup_norm(ids_BT, 0 * g_BTd)) < 1e-100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_clipped_attention_exports_with_any_number_of_examples(masked: bool) -> None:
     torch.manual_seed(0)

@@ -142,7 +142,7 @@ def test_a_compiled_step_is_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("noise", ["Secure", "", None, 1, ["secure"]])
 def test_a_kind_that_is_not_known_is_refused(noise: Any) -> None:
-    with pytest.raises(ConfigurationError, match="'standard' or 'secure'"):
+    with pytest.raises(ConfigurationError, match="'standard', 'secure'"):
         private_run(noise=noise)
 
 
@@ -150,7 +150,7 @@ def test_a_kind_that_is_not_known_is_refused(noise: Any) -> None:
 
 
 @pytest.mark.parametrize("noise", ["standard", "secure"])
-def test_statement_ledger_and_checkpoint_know_the_kind(noise: str, tmp_path: Path) -> None:
+def test_statement_ledger_and_checkpoint_record_the_kind(noise: str, tmp_path: Path) -> None:
     model, private = private_run(noise=noise, ledger=tmp_path / "run.ledger")
     train(model, private, 2)
     said = private.statement()

@@ -48,7 +48,7 @@ def test_declared_labels_need_no_counts(mnist):
     assert encoder.encode(source, np.arange(3)).tensors[1].tolist() == [1, 0, 1]
 
 
-def test_sub_folders_are_public_and_the_statement_says_it(tmp_path):
+def test_sub_folders_are_public_and_the_statement_states_it(tmp_path):
     for name in ("a", "ä"):
         write_png(tmp_path / name / "1.png", random_pixels(4, 4, 3))
     source = ImageSource(tmp_path, image_size=8)

@@ -27,7 +27,7 @@ def test_features_are_finite_and_of_bounded_norm():
     assert found[2].norm() > NORM / 2
 
 
-def test_wavelets_see_orientation_and_not_brightness():
+def test_wavelets_measure_orientation_and_not_brightness():
     across = torch.linspace(0, 12.0, 28)[None, None, None].expand(1, 1, 28, 28).sin() / 4
     found = scattering(torch.cat([across, across.transpose(2, 3), across + 0.1])).float()
     assert (found[0] - found[1]).norm() > 1

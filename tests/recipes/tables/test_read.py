@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 import time
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +37,7 @@ def test_the_byte_order_mark_decides_the_encoding(tmp_path: Path, encoding: str)
     assert read_names(path) == ("name", "city")
 
 
-def test_another_encoding_is_asked_for_by_its_argument_and_shows_no_bytes(tmp_path: Path) -> None:
+def test_an_error_about_the_encoding_names_its_argument_and_shows_no_bytes(tmp_path: Path) -> None:
     path = written(tmp_path, "name,city\nÅsa,Zürich\n", encoding="cp1252")
     with pytest.raises(ConfigurationError, match="--encoding") as error:
         read_table(path)
@@ -85,14 +89,46 @@ def test_files_without_a_usable_header_are_refused(tmp_path: Path, content: str,
         read_table(written(tmp_path, content))
 
 
-def test_an_unnamed_column_gets_its_number_and_a_compressed_file_is_read(tmp_path: Path) -> None:
-    packed = written(tmp_path, gzip.compress(b",x\n0,1\n"), "data.csv.gz")
-    assert cells(read_table(packed)) == {"column 1": ["0"], "x": ["1"]}
+def test_an_unnamed_column_gets_its_number(tmp_path: Path) -> None:
+    assert cells(read_table(written(tmp_path, ",x\n0,1\n"))) == {"column 1": ["0"], "x": ["1"]}
     assert cells(read_table(written(tmp_path, "0,1,2\n5,6,7\n"))) == {"0": ["5"], "1": ["6"], "2": ["7"]}
-    with pytest.raises(ConfigurationError, match="damaged"):
-        read_table(written(tmp_path, b"no gzip", "bad.csv.gz"))
     with pytest.raises(ConfigurationError, match="is not a file"):
         read_table(tmp_path)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("name", ["data.csv.packed", "data.csv"])
+def test_a_compressed_file_is_read_whatever_its_name(
+    tmp_path: Path, compress: Callable[[bytes], bytes], name: str
+) -> None:
+    packed = compress(CITIES.encode() * 100)
+    path = written(tmp_path, packed, name)
+    assert read_names(path) == ("name", "city") and cells(read_table(path))["city"][:2] == ["Zürich", "大阪"]
+    with pytest.raises(ConfigurationError, match="damaged"):
+        read_table(written(tmp_path, packed[:-20], name))
+
+
+def test_archives_and_spreadsheets_are_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "data.xlsx", "w") as archive:
+        archive.writestr("sheet", "a,b")
+    old = written(tmp_path, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "data.xls")
+    for path in (tmp_path / "data.xlsx", old):
+        with pytest.raises(ConfigurationError, match="a ZIP archive or a spreadsheet, not a CSV file"):
+            read_table(path)
+
+
+def test_a_quote_that_is_open_at_the_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="a double quote is open at the end"):
+        read_table(written(tmp_path, 'a,b\n1,yes\n2,"yes\n3,no\n'))
+    assert cells(read_table(written(tmp_path, 'a,b\n1,"yes"')))["b"] == ["yes"]
+
+
+def test_a_header_that_runs_into_the_rows_shows_none_of_them(tmp_path: Path) -> None:
+    path = written(tmp_path, '"a,b\n1,secret\n2,secret\n3,"x"\n')
+    for read in (read_names, read_table):
+        with pytest.raises(ConfigurationError, match="line 1: the header cannot be read") as error:
+            read(path)
+        assert "secret" not in str(error.value)
 
 
 texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=8)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clipwise.errors import ConfigurationError
 from clipwise.noise.key import NoiseKey
 from clipwise.privacy import Event
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.tables import Schema, TableEncoder, TableSource
 from clipwise.recipes.tables.schema import Category, Number, Target
 from clipwise.recipes.tables.source import LABELS
@@ -44,11 +44,11 @@ def every(source: TableSource) -> np.ndarray:
 class Fixed(NoisedCounts):
     """Gives what was released before, whatever the rows are."""
 
-    def __init__(self, released: Released) -> None:
+    def __init__(self, released: ReleasedCounts) -> None:
         super().__init__(3.0, lambda event: None, delta=1e-6)
         self._released = released
 
-    def release(self, *given: Any) -> Released:
+    def release(self, *given: Any) -> ReleasedCounts:
         return self._released
 
 
@@ -56,9 +56,9 @@ class Kept(NoisedCounts):
     """Records the requested and the released counts."""
 
     asked: tuple[Mapping[str, tuple[np.ndarray, int]], Mapping[str, Sequence[str | None]]]
-    released: Released
+    released: ReleasedCounts
 
-    def release(self, *given: Any) -> Released:
+    def release(self, *given: Any) -> ReleasedCounts:
         self.asked, self.released = (given[0], given[1]), super().release(*given)
         return self.released
 
@@ -69,7 +69,8 @@ def test_one_line_without_a_schema(tmp_path: Path) -> None:
     assert source.needs_counts() and source.description == "a CSV table with the columns age, city; target: y"
     encoder = source.prepare(every(source), counts(log=log))
     assert len(log) == 1 and log[0].noise_multiplier == 3.0 and log[0].excess == 1e-6
-    assert encoder.task.labels == ("no", "yes") and len(encoder.preprocessing) == 2
+    assert encoder.task.labels == ("no", "yes") and len(encoder.preprocessing) == 4
+    assert encoder.preprocessing[1].startswith("age: a number, with quantiles from ")
     dataset = encoder.encode(source, np.arange(0, 3000, 2))
     x, y = dataset.tensors
     assert x.shape == (1500, encoder.width) and x.dtype == torch.float32 and set(y.tolist()) == {0, 1}
@@ -143,6 +144,7 @@ def test_weights_of_classes_are_from_noised_counts(tmp_path: Path) -> None:
     encoder = source.prepare(every(source), counts(log=log))
     assert log[0].excess == 0  # labels are given: no threshold is needed
     assert encoder.label_weights == (pytest.approx(0.556, abs=0.02), pytest.approx(5.0, abs=0.5))
+    assert encoder.preprocessing[-1].startswith("weights of 2 declared labels by noised counts")
     y = encoder.encode(source).tensors[1]
     assert encoder.loss(torch.zeros(3000, 2), y)[0] == pytest.approx(5.0 * np.log(2), rel=0.1)
 
@@ -187,17 +189,21 @@ def test_hard_columns(tmp_path: Path) -> None:
 def test_two_rows_give_a_clear_message_or_a_model(tmp_path: Path) -> None:
     path = table(tmp_path, people(2))
     source = TableSource(path, "y")
-    with pytest.raises(ConfigurationError, match=r"too few.*--labels"):
+    with pytest.raises(ConfigurationError, match=r"With 2 training rows .*--labels"):
         source.prepare(every(source), counts(10.0))
     source = TableSource(path, "y", labels=["no", "yes"])
     encoder = source.prepare(every(source), counts(10.0))
-    assert "noise hides" in encoder.preprocessing[0] and encoder.inputs(source)[0].shape == (2, encoder.width)
+    assert "noise hides" in encoder.preprocessing[1] and encoder.inputs(source)[0].shape == (2, encoder.width)
 
 
 def test_without_privacy_the_preparation_names_no_noise(tmp_path: Path) -> None:
     source = TableSource(table(tmp_path, people(50)), "y")
     encoder = source.prepare(every(source), counts(0.0))
-    assert [("exact counts" in line, "nois" in line) for line in encoder.preprocessing] == [(True, False)] * 2
+    assert [("exact counts" in line, "nois" in line) for line in encoder.preprocessing] == [
+        (True, False),
+        *[(False, False)] * 2,
+        (True, False),
+    ]
 
 
 def test_further_tables_are_read_in_the_encoding_of_the_run(tmp_path: Path) -> None:
@@ -224,16 +230,16 @@ def test_the_encoder_is_plain_data_and_opens_further_tables(tmp_path: Path) -> N
         same.open(table(tmp_path, [("Rom",)], "city", "bad.csv"))
 
 
-@pytest.mark.parametrize("name", ["logistic", "mlp"])
+@pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_models_and_settings(tmp_path: Path, name: str) -> None:
     source = TableSource(table(tmp_path, people(300)), "y", labels=["no", "yes"])
     encoder = source.prepare(every(source), counts())
     model = encoder.model(name)
     assert model(encoder.inputs(source)[0]).shape == (300, 2) and encoder.views(4) is None
-    with pytest.raises(ConfigurationError, match="logistic"):
+    with pytest.raises(ConfigurationError, match="linear"):
         encoder.model("forest")
     for rows, epsilon, preset in ((2, 0.1, "fast"), (500, 1.0, "best"), (10**6, 8.0, "fast")):
-        chosen = encoder.defaults(rows, epsilon, preset)
+        chosen = source.defaults(rows, epsilon, preset)
         assert 1 <= chosen.batch_size <= rows and chosen.epochs > 0 and 0 < chosen.counts_share < 1
         encoder.model(chosen.model)
 

@@ -59,7 +59,7 @@ def test_a_folder_states_its_labels(folder):
     assert (len(source), source.needs_counts()) == (6, False)
     encoder = source.prepare(np.arange(6), None)
     assert encoder.task.labels == ("neg", "pos")
-    assert source.texts([0, 5]) == ["neg text 0", "pos text 2"]
+    assert source.records.texts([0, 5]) == ["neg text 0", "pos text 2"]
     assert len(encoder.open(folder)) == 2
 
 
@@ -69,9 +69,9 @@ def test_the_description_names_columns_and_shows_no_values(reviews):
 
 
 def test_missing_columns_and_paths(reviews, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"--text body: reviews.csv has no such column. It has: id, review"):
+    with pytest.raises(ConfigurationError, match=r"--text .body. is no column of reviews.csv. Its columns are "):
         TextSource(reviews, "body", "stars")
-    with pytest.raises(ConfigurationError, match="--target label"):
+    with pytest.raises(ConfigurationError, match=r"--target .label. is no column"):
         TextSource(reviews, "review", "label")
     with pytest.raises(ConfigurationError, match="--text COLUMN"):
         TextSource(reviews)
@@ -86,11 +86,26 @@ def test_missing_columns_and_paths(reviews, tmp_path):
         TextSource(tmp_path / "empty")
 
 
+def test_a_first_line_that_may_be_a_row_is_not_shown(tmp_path):
+    for row in ("3,secret text", f"Wall St.,secret {'text ' * 30}"):
+        (tmp_path / "news.csv").write_text(f"{row}\n4,another\n")
+        with pytest.raises(ConfigurationError, match="not listed here, because they look like a row") as error:
+            TextSource(tmp_path / "news.csv", "text", "label")
+        assert "secret" not in str(error.value)
+
+
+def test_the_reviews_of_imdb_without_labels_are_no_class(folder):
+    (folder / "train" / "unsup").mkdir()
+    (folder / "train" / "unsup" / "0.txt").write_text("no label")
+    source = TextSource(folder)
+    assert len(source) == 6 and source.prepare(np.arange(6), None).task.labels == ("neg", "pos")
+
+
 def test_a_file_of_another_encoding_is_named(folder):
     (folder / "train" / "neg" / "1.txt").write_bytes("größe".encode("latin-1"))
     with pytest.raises(ConfigurationError, match=r"neg/1.txt is not text in UTF-8: give --encoding"):
-        TextSource(folder).texts(range(6))
-    assert TextSource(folder, encoding="latin-1").texts([1]) == ["größe"]
+        TextSource(folder).records.texts(range(6))
+    assert TextSource(folder, encoding="latin-1").records.texts([1]) == ["größe"]
 
 
 def test_predicts_texts_without_labels(reviews, tmp_path):

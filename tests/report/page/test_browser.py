@@ -93,7 +93,7 @@ EVERY = [(name, view) for name in ("report", "not-private", "comparison") for vi
 
 
 @pytest.mark.parametrize("opened", EVERY, indirect=True, ids=lambda each: "-".join(each))
-def test_the_page_is_quiet_accessible_and_fits(opened: tuple[Any, list[str], str]) -> None:
+def test_the_page_makes_no_request_is_accessible_and_fits(opened: tuple[Any, list[str], str]) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page, seen, name = opened

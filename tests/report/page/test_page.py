@@ -99,6 +99,7 @@ def test_text_of_a_user_is_escaped(tmp_path: Path) -> None:
         assert page.text.count(" ".join(HOSTILE.split())) >= 2
 
 
+@pytest.mark.slow
 def test_the_audit(run: Path, record: RunRecord, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(run, tmp_path / "copy"))
     assert record.training is not None

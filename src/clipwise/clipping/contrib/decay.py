@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from clipwise.clipping.base import Site, damaged
+from clipwise.clipping.base import Site
 from clipwise.clipping.thresholds import (
     Constants,
     Groups,
@@ -20,26 +20,18 @@ from clipwise.clipping.thresholds import (
     require_max_norm,
 )
 from clipwise.errors import ConfigurationError
-from clipwise.validation.arguments import number, with_plain_numbers
+from clipwise.validation.arguments import number, whole, with_plain_numbers
 
 _LEAST = 1e-6
 Every = str | int | None  # "epoch", a number of steps, or never
 
 
-def require_every(every: object, who: str, never: bool = True) -> None:
+def require_every(every: object, owner: str, never: bool = True) -> None:
     """Raise if `every` is neither "epoch" nor a number of steps, nor (if `never`) None."""
     is_count = isinstance(every, int) and not isinstance(every, bool) and every >= 1
     if not (is_count or every in (("epoch", None) if never else ("epoch",))):
         choices = "'epoch', a number of steps" + (", or None for once, at the start" if never else "")
-        raise ConfigurationError(f"{who}: every={every!r} is not known: use {choices}.")
-
-
-def saved_releases(state: Mapping[str, Any], what: str) -> int:
-    """The number of releases in a `state_dict`."""
-    releases = state.get("releases")
-    if not isinstance(releases, int) or releases < 0:
-        raise damaged(f"the number of releases of its {what} is missing")
-    return releases
+        raise ConfigurationError(f"{owner}: every={every!r} is not known: use {choices}.")
 
 
 def period_of(every: Every, site: Site) -> int | None:
@@ -71,10 +63,6 @@ class NormDecay(NormRule):
         with_plain_numbers(self)
         number("NormDecay: factor", self.factor, above=0, most=1)
         require_every(self.every, "NormDecay", never=False)
-        if isinstance(self.max_norm, NormRule):
-            raise ConfigurationError(
-                "NormDecay: max_norm must be a number, or one for each part; an adaptive max_norm is not supported."
-            )
         require_max_norm(self.max_norm)
 
     def constants(self, parts: Groups | Policy, site: Site) -> Constants:
@@ -108,7 +96,7 @@ class Decaying(ScaledConstants):
         return {**self._inner.state_dict(), "decay": {"releases": self._releases}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = saved_releases(state.get("decay", {}), "decay")
+        releases = whole("releases", state["decay"]["releases"])
         self._inner.load_state_dict(state)
         self._releases = releases
         return self._take_over()

@@ -1,4 +1,4 @@
-"""Policies from typical norms: scale factors, clipping norms and groups of layers."""
+"""Policies: scale factors, clipping norms and groups of layers from typical norms, or one random layer per example."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Site
-from clipwise.clipping.contrib.decay import Every, period_of, require_every, saved_releases
-from clipwise.clipping.contrib.typical import OF, Estimated, Measured, Question, ReleasedNorms, Typical
+from clipwise.clipping.contrib.decay import Every, period_of, require_every
+from clipwise.clipping.contrib.typical import OF, Estimated, PublicNorms, ReleasedNorms, Typical
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.deprecation import renamed_fields
-from clipwise.errors import ConfigurationError
+from clipwise.errors import ConfigurationError, StepError
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool, whole, with_plain_numbers
 
-Source = PublicData | ReleasedNorms
+NormSource = PublicData | ReleasedNorms
 
 
 class NormPolicy(Policy):
@@ -30,7 +33,7 @@ class NormPolicy(Policy):
     `grouped_by` is the argument with the groups h; the other fields are those of `Adaptive`.
     """
 
-    public: Source
+    public: NormSource
     of: str
     every: Every
     microbatch_size: int | None
@@ -42,11 +45,13 @@ class NormPolicy(Policy):
 
     def constants(self, max_norm: float, site: Site) -> Constants:
         """The constants for one model, with norms measured at its current weights."""
-        who = f"{type(self).__name__}: {self.grouped_by}"
-        layers = group_parameters(self._measured(), site.parameters, who)
-        question = Question(site, layers, self.of, self.microbatch_size)
-        public = self.public
-        typical = Estimated(public, question) if isinstance(public, ReleasedNorms) else Measured(public, question)
+        owner = f"{type(self).__name__}: {self.grouped_by}"
+        layers = group_parameters(getattr(self, self.grouped_by), site.parameters, owner)
+        typical: Typical
+        if isinstance(self.public, ReleasedNorms):
+            typical = Estimated(self.public, site.parameters, layers)
+        else:
+            typical = PublicNorms(self.public, site, layers, self.of, self.microbatch_size)
         return Following(typical, lambda e: self.choice(e, layers, max_norm, site), period_of(self.every, site))
 
     def public_data(self) -> tuple[PublicData, ...]:
@@ -55,27 +60,26 @@ class NormPolicy(Policy):
     def require_measurable(self) -> None:
         """Raise if the source or the settings give no norms; called first in `__post_init__`."""
         with_plain_numbers(self)
-        who, microbatch_size = type(self).__name__, self.microbatch_size
-        require_every(self.every, who)
+        owner, microbatch_size = type(self).__name__, self.microbatch_size
+        require_every(self.every, owner)
         if not isinstance(self.public, ReleasedNorms):
-            require_public(self.public, who, instead="; without public data, pass ReleasedNorms()")
+            require_public(self.public, owner, instead="; without public data, pass ReleasedNorms()")
         elif self.every is None:
             raise ConfigurationError(
-                f"{who}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
+                f"{owner}: every=None measures once, at the start, before the first release: pass every='epoch' or a "
                 "number of steps with ReleasedNorms()."
             )
-        object.__setattr__(self, "of", one_of(f"{who}: of", self.of, OF))
+        object.__setattr__(self, "of", one_of(f"{owner}: of", self.of, OF))
         if microbatch_size is not None:
-            whole(f"{who}: microbatch_size", microbatch_size, least=1)
+            whole(f"{owner}: microbatch_size", microbatch_size, least=1)
             if self.of != "microbatch":
-                raise ConfigurationError(f"{who}: microbatch_size requires of='microbatch'.")
+                raise ConfigurationError(f"{owner}: microbatch_size requires of='microbatch'.")
 
-    def require_lengths(self, why: str, instead: str) -> None:
+    def require_lengths(self, why: str) -> None:
         """Raise if the source is `ReleasedNorms`, which gives only ratios of norms."""
         if isinstance(self.public, ReleasedNorms):
             raise ConfigurationError(
-                f"{type(self).__name__}: {why} requires norms, but ReleasedNorms() estimates only their ratios: "
-                f"{instead}, or pass public data."
+                f"{type(self).__name__}: {why} requires norms, and ReleasedNorms() estimates ratios: pass public data."
             )
 
     def described(self) -> dict[str, Any]:
@@ -85,12 +89,8 @@ class NormPolicy(Policy):
             "of": self.of,
             "microbatch_size": self.microbatch_size,
             "every": self.every,
-            self.grouped_by: described_groups(self._measured()),
+            self.grouped_by: described_groups(getattr(self, self.grouped_by)),
         }
-
-    def _measured(self) -> Groups:
-        groups: Groups = getattr(self, self.grouped_by)
-        return groups
 
 
 class Following(Constants):
@@ -100,17 +100,16 @@ class Following(Constants):
         self, typical: Typical, choose: Callable[[Mapping[str, float]], Constants], period: int | None
     ) -> None:
         super().__init__({}, {})
-        self._typical, self._choose, self._period = typical, choose, period
-        self._releases = 0
-        self._take_over()
+        self._typical, self._choose, self._releases = typical, choose, 0
         self.lasts = math.inf if period is None else period
+        self._take_over()
 
     def learn(self, means: Mapping[str, Tensor], noise: Mapping[str, float] | None = None) -> bool:
         """At the end of a period, measure and choose again, at the weights before this update."""
         self._releases += 1
         self._typical.observe(means, noise or {})
-        due = self._period is not None and self._releases % self._period == 0
-        return due and self._typical.renew() and self._take_over()
+        is_due = self._releases % self.lasts == 0  # never without a period: n % inf is n
+        return is_due and self._typical.renew() and self._take_over()
 
     def _take_over(self) -> bool:
         choice = self._choose(self._typical.norms)
@@ -122,7 +121,7 @@ class Following(Constants):
         return {"releases": self._releases, **self._typical.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        releases = saved_releases(state, "constants")
+        releases = whole("releases", state["releases"])
         self._typical.load_state_dict(state)
         self._releases = releases
         return self._take_over()
@@ -162,7 +161,7 @@ class Multipliers(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "optimal"
     of: str = "example"
     every: Every = "epoch"
@@ -177,7 +176,7 @@ class Multipliers(NormPolicy):
         for name in ("relative", "keep_length"):
             require_bool(f"Multipliers: {name}", getattr(self, name))
         if self.relative:
-            self.require_lengths("relative=True", "omit it")
+            self.require_lengths("relative=True")
 
     def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """One part with scales m_h."""
@@ -244,7 +243,7 @@ class Adaptive(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     kind: str = "enhanced"
     of: str = "example"
     every: Every = "epoch"
@@ -255,12 +254,12 @@ class Adaptive(NormPolicy):
         self.require_measurable()
         one_of("Adaptive: kind", self.kind, ADAPTIVE_KINDS)
         if self.kind == "zhang":
-            self.require_lengths("kind='zhang'", "use kind='enhanced'")
+            self.require_lengths("kind='zhang'")
 
     def choice(self, e: Mapping[str, float], layers: Mapping[str, list[str]], max_norm: float, site: Site) -> Constants:
         """C_h for the typical norms of the parts."""
         unit = max(e.values()) if self.kind == "enhanced" else 1.0
-        return Constants(dict(layers), {h: max_norm * (e[h] / unit) for h in layers}, {})
+        return Constants(dict(layers), {h: max_norm * (e[h] / unit) for h in layers})
 
     def describe(self) -> dict[str, Any]:
         return {"rule": "adaptive", "kind": self.kind, **self.described()}
@@ -287,7 +286,7 @@ class ByNorm(NormPolicy):
         - Assumption: data marked as public is public.
     """
 
-    public: Source
+    public: NormSource
     groups: int = 4
     among: Groups = "layer"
     grouped_by: ClassVar[str] = "among"
@@ -306,11 +305,9 @@ class ByNorm(NormPolicy):
         runs = [ordered[a:b] for a, b in pairwise(cuts)]
         lengths = [math.hypot(*(e[h] for h in run)) for run in runs]
         total = math.hypot(*lengths)
-        return Constants(
-            {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)},
-            {f"group {k}": max_norm * (length / total) for k, length in enumerate(lengths)},
-            {},
-        )
+        groups = {f"group {k}": [n for h in run for n in layers[h]] for k, run in enumerate(runs)}
+        norms = [max_norm * (length / total) for length in lengths]
+        return Constants(groups, dict(zip(groups, norms, strict=True)))
 
     def describe(self) -> dict[str, Any]:
         return {"rule": "by norm", "groups": self.groups, **self.described()}
@@ -337,3 +334,51 @@ def best_cuts(values: Sequence[float], runs: int) -> list[int]:
             if any(a < b for a in best)
         }
     return best[n][1]
+
+
+@dataclass(frozen=True)
+class RandomLayer(Policy):
+    """Each example (or microbatch) contributes to one of K parts, drawn uniformly in each step.
+
+    Its gradient in that part is clipped to C = max_norm, and is 0 in the others. A part has L / K examples on average,
+    and the noised sum is divided by L / K: in expectation this is the layerwise clipped mean gradient.
+
+    Args:
+        groups: the parts: "layer", "tensor", or lists of names.
+
+    Guarantee:
+        - Sensitivity: a unit changes one part only, by at most S_k = C or 2 C, depending on the strategy.
+        - The draws do not depend on the records, so neighbours are compared at equal draws (both vectors of a replaced
+          record are in the same part). Given the draw, the release is a Gaussian mechanism with multiplier s_k / S_k.
+          A mixture over secret draws is no worse than the worst of them.
+        - The multiplier of the step is min_k s_k / S_k, without a factor sqrt(K). No amplification by the draw is
+          claimed.
+    """
+
+    groups: Groups = "layer"
+
+    def constants(self, max_norm: float, site: Site) -> Constants:
+        groups = group_parameters(self.groups, site.parameters, "RandomLayer: groups")
+        return Alone(groups, dict.fromkeys(groups, float(max_norm)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"rule": "random layer", "groups": described_groups(self.groups)}
+
+
+class Alone(Constants):
+    """`RandomLayer` for one model."""
+
+    alone = True
+
+    def __init__(self, groups: dict[str, list[str]], norms: dict[str, float]) -> None:
+        super().__init__(groups, norms)
+        self.share = 1 / len(groups)  # expected fraction of the vectors in each part
+
+    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
+        """The vectors of each part; every vector is in exactly one."""
+        if not secret:
+            raise StepError("RandomLayer has no secret key to draw from: this is an internal error, please report it.")
+        digest = blake2b(secret, digest_size=16, person=b"clipwise.layer").digest()
+        random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        drawn = torch.from_numpy(random.integers(len(self.groups), size=vectors))
+        return {part: drawn == number for number, part in enumerate(self.groups)}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.clipping.base import Bound, Parameters, Site, damaged
+from clipwise.clipping.base import Bound, Parameters, Site
 from clipwise.clipping.contrib.decay import Every, period_of, require_every
 from clipwise.clipping.thresholds import Constants, ScaledConstants
 from clipwise.errors import ConfigurationError
@@ -102,8 +102,7 @@ class Thinned(ScaledConstants):
     def __init__(self, sparse: Sparse, inner: Constants, site: Site) -> None:
         if inner.bounds:
             raise ConfigurationError(
-                "sparse=Sparse(...) is not supported with max_norm=Quantile(...), which adapts the clipping norm: pass "
-                "a number or a NormDecay."
+                "sparse=Sparse(...) is not supported with max_norm=Quantile(...): pass a number or a NormDecay."
             )
         super().__init__(inner)
         self._within, self._parameters = float(sparse.within), site.parameters
@@ -165,19 +164,15 @@ class Thinned(ScaledConstants):
         return {**self._inner.state_dict(), "frozen": frozen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        try:
-            saved = state["frozen"]
-            wait = int(saved["wait"])
-            masks = {name: _unpacked(text, self._parameters[name]) for name, text in saved["entries"].items()}
-            held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
-            window = _Window(self._parameters, saved["window"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged("its frozen entries are missing or invalid") from error
+        saved = state["frozen"]
+        wait = int(saved["wait"])
+        masks = {name: _unpacked(text, self._parameters[name]) for name, text in saved["entries"].items()}
+        held = {name: _read(saved["held"][name], self._parameters[name]) for name in masks}
+        window = _Window(self._parameters, saved["window"])
         self._inner.load_state_dict(state)
         self._wait, self.frozen, self._held, self._window = wait, masks, held, window
-        self._active = {
-            name: p.numel() - (int(masks[name].sum()) if name in masks else 0) for name, p in self._parameters.items()
-        }
+        self._active = {name: p.numel() for name, p in self._parameters.items()}
+        self._active |= {name: mask.numel() - int(mask.sum()) for name, mask in masks.items()}
         return self._take_over()
 
 
@@ -190,18 +185,15 @@ class _Window:
         self._sums: dict[str, Tensor] = {}  # of z
         self._squares: dict[str, Tensor] = {}  # of z^2
         self.averages: dict[str, Tensor] = {}  # of the weights at which the releases were computed
+        self._kinds = {"sums": self._sums, "squares": self._squares, "averages": self.averages}
         if state is not None and self.length:
-            for kind, found in self._kinds().items():
+            for kind, found in self._kinds.items():
                 found.update((n, _read(state[kind][n], at_least_float32(p))) for n, p in parameters.items())
 
     def state_dict(self) -> dict[str, Any]:
         """The sums in JSON types. They follow from releases."""
-        return {"length": self.length} | {
-            kind: {name: _written(value) for name, value in found.items()} for kind, found in self._kinds().items()
-        }
-
-    def _kinds(self) -> dict[str, dict[str, Tensor]]:
-        return {"sums": self._sums, "squares": self._squares, "averages": self.averages}
+        kinds = {kind: {name: _written(t) for name, t in found.items()} for kind, found in self._kinds.items()}
+        return {"length": self.length, **kinds}
 
     def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """Add a release, at the weights before its update. Ignored without noise."""

@@ -7,12 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.clipping.base import Parameters, Site, damaged
+from clipwise.clipping.base import Parameters, Site
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.vector_clipping import tensor_lengths
 from clipwise.errors import ConfigurationError, UnreachedParametersError
@@ -27,16 +28,6 @@ OF = ("example", "microbatch")
 _SMALLEST, _LARGEST = 1e-30, 1e30  # no underflow or overflow in float32
 _FLOOR = 1e-3
 _NOTHING = 1e-15  # norms are upper bounds: for a gradient of 0 they may be 1e-18
-
-
-@dataclass(frozen=True)
-class Question:
-    """The norms to measure: those of `groups`, h -> its parameters. See `mean_norms`."""
-
-    site: Site
-    groups: dict[str, list[str]]
-    of: str = "example"
-    microbatch_size: int | None = None
 
 
 class Typical(ABC):
@@ -60,32 +51,21 @@ class Typical(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`. Raises if it is invalid."""
-        norms = state.get("typical")
-        if not (
-            isinstance(norms, Mapping)
-            and norms.keys() == self.norms.keys()
-            and all(isinstance(e, float) and _SMALLEST <= e <= _LARGEST for e in norms.values())
-        ):
-            raise damaged("its typical norms are missing or out of range")
-        self.norms = dict(norms)
+        self.norms = {h: number(h, state["typical"][h], least=_SMALLEST, most=_LARGEST) for h in self.norms}
 
     def _take(self, norms: Mapping[str, float]) -> bool:
         found = floored(norms)
-        if found is None:
-            return False
-        self.norms = found
-        return True
+        self.norms = self.norms if found is None else found
+        return found is not None
 
 
-class Measured(Typical):
-    """Norms on public data at the current weights, which are released, so the norms are public."""
+class PublicNorms(Typical):
+    """Norms on public data at the current weights, which are released, so the norms are public: see `mean_norms`."""
 
-    def __init__(self, public: PublicData, question: Question) -> None:
-        self._public, self._question = public, question
-        if public.comes_in_batches and question.microbatch_size is not None:
-            raise ConfigurationError(
-                "microbatch_size: not supported with public data in batches, which are the microbatches."
-            )
+    def __init__(
+        self, public: PublicData, site: Site, groups: Mapping[str, Sequence[str]], of: str, microbatch_size: int | None
+    ) -> None:
+        self._measure = partial(mean_norms, public, site.model, site.parameters, groups, of, microbatch_size)
         if not self.renew():
             raise ConfigurationError(
                 f"On the public data ({public.name}) every gradient is 0 or not finite, so typical norms cannot be "
@@ -93,8 +73,7 @@ class Measured(Typical):
             )
 
     def renew(self) -> bool:
-        q = self._question
-        found = mean_norms(self._public, q.site.model, q.site.parameters, q.groups, q.of, q.microbatch_size)
+        found = self._measure()
         return max(found.values()) > _NOTHING and self._take(found)
 
 
@@ -120,6 +99,8 @@ def mean_norms(
     microbatches S of `microbatch_size` examples in the order of the data, without an incomplete last one. Examples with
     a norm that is not finite are omitted in every group. NaN if none are left.
     """
+    if public.comes_in_batches and microbatch_size is not None:
+        raise ConfigurationError("microbatch_size: not supported with public data in batches, the microbatches.")
     size = (microbatch_size or public.batch_size) if of == "microbatch" else None
     device = next(iter(parameters.values())).device
     # Accumulate on the device, to synchronize once and not for every batch.
@@ -155,10 +136,8 @@ def _of_the_mean(losses: Tensor, parameters: Parameters) -> dict[str, Tensor]:
     reached = [g.to_dense() if g.is_sparse else g for g in found if g is not None]
     norms = iter(tensor_lengths(reached))
     nothing = torch.zeros(1, dtype=torch.float64, device=losses.device)
-    return {
-        name: nothing if g is None else next(norms).square().reshape(1)
-        for name, g in zip(parameters, found, strict=True)
-    }
+    both = zip(parameters, found, strict=True)
+    return {name: nothing if g is None else next(norms).square().reshape(1) for name, g in both}
 
 
 def _of_each(losses: Tensor, parameters: Parameters, model: nn.Module, memory: Memory) -> dict[str, Tensor]:
@@ -231,14 +210,13 @@ class ReleasedNorms:
 class Estimated(Typical):
     """`ReleasedNorms` for one model."""
 
-    def __init__(self, rule: ReleasedNorms, question: Question) -> None:
-        self._groups, self._memory = question.groups, float(rule.memory)
-        parameters = question.site.parameters
-        self._sizes = {h: {n: dimension(parameters[n]) for n in names} for h, names in question.groups.items()}
+    def __init__(self, rule: ReleasedNorms, parameters: Parameters, groups: Mapping[str, Sequence[str]]) -> None:
+        self._memory = float(rule.memory)
+        self._sizes = {h: {n: dimension(parameters[n]) for n in names} for h, names in groups.items()}
         self.norms = {h: math.sqrt(max(sum(sizes.values()), 1)) for h, sizes in self._sizes.items()}
         self._weight = 0.0  # total weight in the running means: 1 - memory^t
-        self._squares = dict.fromkeys(question.groups, 0.0)
-        self._variances = dict.fromkeys(question.groups, 0.0)
+        self._squares = dict.fromkeys(groups, 0.0)
+        self._variances = dict.fromkeys(groups, 0.0)
 
     def observe(self, means: Mapping[str, Tensor], noise: Mapping[str, float]) -> None:
         """With s the noise on each of d coordinates, |noise|^2 has mean d s^2 and variance 2 d s^4."""
@@ -267,13 +245,10 @@ class Estimated(Typical):
         return super().state_dict() | {"running": running}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        running = state["running"]
+        weight = number("weight", running["weight"])
+        squares, variances = (
+            {h: number(h, running[kind][h]) for h in self._sizes} for kind in ("squares", "variances")
+        )
         super().load_state_dict(state)
-        running = state.get("running", {})
-        squares, variances = running.get("squares", {}), running.get("variances", {})
-        numbers = [running.get("weight"), *squares.values(), *variances.values()]
-        if not (
-            squares.keys() == variances.keys() == self._groups.keys()
-            and all(isinstance(x, float) and math.isfinite(x) for x in numbers)
-        ):
-            raise damaged("its running means are missing")
-        self._weight, self._squares, self._variances = running["weight"], dict(squares), dict(variances)
+        self._weight, self._squares, self._variances = weight, squares, variances

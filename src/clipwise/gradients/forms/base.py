@@ -45,6 +45,11 @@ class Budget:
         self.arithmetic = arithmetic
         self.last_products: Last | None = None  # caches of outer.py
         self.last_scaled: Last | None = None
+        self._last_squares = Last()
+
+    def squared_norms(self, x_Bn: Tensor) -> Tensor:
+        """`squared_norms`, cached: a weight and a bias often need those of one output gradient."""
+        return self._last_squares.of(x_Bn, lambda: squared_norms(x_Bn))
 
     def take(self, wanted: int) -> bool:
         """Reserve `wanted` bytes if available."""
@@ -214,8 +219,9 @@ class Written(Form):
     def squared_norms(self, budget: Budget) -> Tensor:
         self._is_ieee = budget.arithmetic is IEEE
         if self._kept is not None:
-            found = [squared_norms(_flat(piece)) for piece in self._kept]
-            return found[0] if len(found) == 1 else torch.cat(found)
+            if len(self._kept) == 1:
+                return budget.squared_norms(_flat(self._kept[0]))
+            return torch.cat([squared_norms(_flat(piece)) for piece in self._kept])
         keep = budget.take(bytes_of(self.batch, self.shape, self.dtype))
         kept, found = [], []
         for c in self._pieces() if keep else self._chunks():

@@ -114,12 +114,13 @@ class Outer(Product):
     ) -> None:
         """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight."""
         super().__init__()
-        dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
-        # A product of bf16 or fp16 rows is summed in float32, so that its rounding stays within the bound.
-        self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-        self.left, self.right = left_BTm, right_BTn
-        if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
-            self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
+        self.left, self.right, self.dtype = left_BTm, right_BTn, torch.float32
+        if not left_BTm.dtype is right_BTn.dtype is torch.float32:
+            # A product of bf16 or fp16 rows is summed in float32, so that its rounding stays within the bound.
+            dtype = torch.promote_types(left_BTm.dtype, right_BTn.dtype)
+            self.dtype = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+            if torch.float64 in (left_BTm.dtype, right_BTn.dtype) or left_BTm.device.type == "cpu":
+                self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
         self.batch = len(left_BTm)
         self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
         self._upright = upright
@@ -134,8 +135,8 @@ class Outer(Product):
             budget.last_products, budget.last_scaled = Last(), Last()
         self._arithmetic, self._last_scaled = budget.arithmetic, budget.last_scaled
         if T == 1:
-            mass_B = masses(self.left, self.right).flatten()
-            norm_B = mass_B
+            left_B = squared_norms(self.left.flatten(1)).sqrt()
+            norm_B = mass_B = left_B * budget.squared_norms(self.right.flatten(1)).sqrt()
         elif self._gram_pays(budget.arithmetic):
             square_B, mass_B = self.gram_squares(budget)
             norm_B = square_B.sqrt()
@@ -193,7 +194,7 @@ class Outer(Product):
         """Both operands, the smaller one scaled. Operands in bfloat16 stay so if that error is stated."""
         left, right = self._padded()
         short = {left.dtype, right.dtype} == {torch.bfloat16} and self._arithmetic is not IEEE
-        dtype, last = torch.bfloat16 if short else self.dtype, self._last_scaled or Last()
+        dtype = torch.bfloat16 if short else self.dtype
 
         def scaled(x_BTm: Tensor) -> Tensor:
             """w_i times the rows of example i. Cached, since several layers may share an input of many positions."""
@@ -201,7 +202,7 @@ class Outer(Product):
             def make() -> Tensor:
                 return (x_BTm * w_B.to(torch.promote_types(x_BTm.dtype, torch.float32))[:, None, None]).to(dtype)
 
-            return make() if x_BTm.shape[1] == 1 else last.of(x_BTm, make, w_B, dtype)
+            return make() if x_BTm.shape[1] == 1 else (self._last_scaled or Last()).of(x_BTm, make, w_B, dtype)
 
         if left.shape[-1] <= right.shape[-1]:
             return scaled(left), right.to(dtype)

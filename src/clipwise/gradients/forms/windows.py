@@ -161,8 +161,8 @@ def _squares_and_mass(x_bk: Tensor, g_bk: Tensor, geometry: Geometry) -> tuple[T
     factor, since c times the offsets exceeds their sum.
     """
     groups = geometry.groups
-    windows_bTT = window_products(_by_group(x_bk, groups), geometry)
-    g_bpT = _by_group(g_bk, groups).flatten(2)
+    windows_bTT = window_products(_per_group(x_bk, groups), geometry)
+    g_bpT = _per_group(g_bk, groups).flatten(2)
     outputs_bTT = g_bpT.mT @ g_bpT
     lengths, T = g_bpT.shape[1] + geometry.weight[1:].numel() + 1, g_bpT.shape[2]
     error = (lengths + T**2 + 4) * roundoff(torch.float64)
@@ -234,6 +234,6 @@ def _square(pairs: Tensor, dims: tuple[int, int], first: int, last: int) -> Tens
     return pairs
 
 
-def _by_group(t_bk: Tensor, groups: int) -> Tensor:
+def _per_group(t_bk: Tensor, groups: int) -> Tensor:
     """[b, k, groups * C, ...] -> [b * groups, C, k, ...] in float64."""
     return torch.unflatten(t_bk.double(), 2, (groups, -1)).movedim(1, 3).flatten(0, 1)

@@ -29,8 +29,8 @@ from clipwise.kernels.factors import Norms
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
+    ClipConstants,
     ClippedLayer,
-    Constants,
     clipped_input,
     fits,
     is_plain,
@@ -73,14 +73,10 @@ class ClippedProjections(torch.autograd.Function):
         # Under autocast gradients may be bfloat16: sums use the dtype of the weights.
         gs = [g.to(weight.dtype) for g in gradients]
         nu_B, db = _projection_factors(role, gs, each, needs_w, needs_b)
-        dw = torch.empty_like(weight) if needs_w else None
-        passed = []
-        for k, (g, one, w, needs_x) in enumerate(zip(gs, each, weight.chunk(THIRDS), needs_inputs, strict=True)):
-            dx, third = pulled_back(role, g, one, w, nu_B, needs_x, needs_w)
-            passed.append(dx)
-            if dw is not None and third is not None:
-                dw.chunk(THIRDS)[k].copy_(third)
-        return *passed, dw, db, None
+        by_input = zip(gs, each, weight.chunk(THIRDS), needs_inputs, strict=True)
+        found = [pulled_back(role, g, one, w, nu_B, needs_x, needs_w) for g, one, w, needs_x in by_input]
+        dw = torch.cat([third for _, third in found if third is not None]) if needs_w else None
+        return *(dx for dx, _ in found), dw, db, None
 
 
 def _projection_factors(
@@ -93,22 +89,18 @@ def _projection_factors(
         measures(role.map.channels(g), one.lengths_BGP, total=needs_bias, mass=needs_bias, square=not by_windows)
         for g, one in zip(gs, each, strict=True)
     ]
+    weighted, squares, totals, masses = zip(*((m.weighted, m.square, m.total, m.mass) for m in found), strict=True)
     if by_windows:  # lengths of the unclipped inputs
-        weighted = (m.weighted for m in found if m.weighted is not None)
         norms = Norms(_side_by_side(one.scale_B[:, None] * w for one, w in zip(each, weighted, strict=True)))
     else:
-        norms = Norms(second=_side_by_side(m.square for m in found), has_squares=True)
+        norms = Norms(second=_side_by_side(squares), has_squares=True)
     bound = None
     if switch.is_clipping() and needs_weight:
         bound = c.weight_norm if by_windows else c.grad_norm
-    if fits(gs[0]):
-        nu_B = kernel_scales(norms, bound, c.most)
-    else:
-        nu_B = upstream_scales(norms.of_examples(), bound, c.most)
+    nu_B = kernel_scales(norms, bound, c.most) if fits(gs[0]) else upstream_scales(norms.of_examples(), bound, c.most)
     if not needs_bias:
         return nu_B, None
-    totals, masses = _side_by_side(m.total for m in found), _side_by_side(m.mass for m in found)
-    return nu_B, weighted_rows(totals, masses, c)
+    return nu_B, weighted_rows(_side_by_side(totals), _side_by_side(masses), c)
 
 
 def _side_by_side(thirds: Iterable[Any]) -> Tensor:
@@ -123,7 +115,7 @@ class ClippedAttention(ClippedLayer):
     # Keeps torch's encoder layers from their fast path, which reads the weights and skips this module.
     _qkv_same_embed_dim = False
 
-    def __init__(self, layer: nn.MultiheadAttention, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.MultiheadAttention, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         self.refuse_if(
             kdim=(layer.kdim != layer.embed_dim, "leave it out"),
@@ -136,7 +128,7 @@ class ClippedAttention(ClippedLayer):
                 f"Layer {name!r} (MultiheadAttention) has positions in the first dimension: use batch_first=True."
             )
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._in = MapRole(self, constants, "projections", map=Matrix())
         self._out = MapRole(self, constants, "output", map=Matrix())
 

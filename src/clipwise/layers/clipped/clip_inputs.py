@@ -11,7 +11,7 @@ from torch import nn
 from clipwise.errors import ConfigurationError, UnsupportedModelError
 from clipwise.layers.batch_statistics import exchange_modules
 from clipwise.layers.clipped.attention import ClippedAttention
-from clipwise.layers.clipped.layer import BOUNDS, MODES, ClippedLayer, Constants, clip_constant, has_code_of_its_own
+from clipwise.layers.clipped.layer import BOUNDS, MODES, ClipConstants, ClippedLayer, clip_constant, has_code_of_its_own
 from clipwise.layers.clipped.linear import ClippedConvolution, ClippedLinear
 from clipwise.layers.clipped.normalization import ClippedEmbedding, ClippedGroupNorm, ClippedLayerNorm
 from clipwise.layers.clipped.recurrent import ClippedRecurrent
@@ -76,13 +76,13 @@ def clip_inputs(
             f"uses must map layer names to their number of uses, such as {{'decoder': 2}}, not {uses!r}."
         )
     found = trainable_layers(model)
-    inputs, gradients = _by_layer("input_norm", input_norm, found), _by_layer("grad_norm", grad_norm, found)
-    counts = _by_layer("uses", {**dict.fromkeys(found, 1), **uses}, found)
+    inputs, gradients = _per_layer("input_norm", input_norm, found), _per_layer("grad_norm", grad_norm, found)
+    counts = _per_layer("uses", {**dict.fromkeys(found, 1), **uses}, found)
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in found.items():
         norms = clip_constant("input_norm", inputs[name]), clip_constant("grad_norm", gradients[name])
         count = whole(f"uses[{name!r}]", counts[name], least=1)
-        clipped = _KINDS[type(layer)](layer, Constants(*norms, mode, bound), count, name)
+        clipped = _KINDS[type(layer)](layer, ClipConstants(*norms, mode, bound), count, name)
         new[layer] = clipped.train(layer.training)
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder):
@@ -140,9 +140,8 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
             if has_code_of_its_own(module):
                 raise UnsupportedModelError(
                     f"Layer {name or 'model'!r} ({type(module).__name__}) has hooks or an overridden forward, which a "
-                    "clipped layer would not call: remove them, and register hooks on the clipped layer instead. "
-                    "(weight_norm and prune of torch.nn.utils are hooks too: use the layer without them, or train "
-                    "with PerExample(max_norm=...).)"
+                    "clipped layer would not call: remove them, or train with PerExample(max_norm=...). (weight_norm "
+                    "and prune of torch.nn.utils are hooks too.)"
                 )
             found[name] = module
             inside.update(module.modules())
@@ -158,7 +157,7 @@ def trainable_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _by_layer(argument: str, given: Any, found: Mapping[str, nn.Module]) -> Mapping[str, Any]:
+def _per_layer(argument: str, given: Any, found: Mapping[str, nn.Module]) -> Mapping[str, Any]:
     """A value for each layer, from a mapping of all layers or one value for all."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(found, given)

@@ -42,7 +42,7 @@ LIMITS = Limits(AIM, _LEAST, _SMALLEST, _SMALLEST_INPUT)  # for kernels with the
 
 
 @dataclass(frozen=True)
-class Constants:
+class ClipConstants:
     """The constants C1 and C2, mode and bound of one layer. See `clip_inputs`."""
 
     input_norm: float
@@ -112,11 +112,6 @@ def fits(t: Tensor) -> bool:
     return kernels.usable(t) and t.numel() > 0 and t.dtype in dtypes
 
 
-def surely_none(flags_B: Tensor) -> bool:
-    """Whether no flag is set; False on a GPU, where reading the flags would synchronize."""
-    return not flags_B.is_cuda and not bool(flags_B.any())
-
-
 def cleaned(t: Tensor, factor_B: Tensor, axis: int = 0) -> Tensor:
     """Set rows with factor 0 (or False) to 0, since 0 times NaN is NaN; unless a compiled step records the factors."""
     if switch.noted(factor_B):
@@ -138,7 +133,7 @@ def clipped_input(x: Tensor, input_norm: float) -> Tensor:
     return torch.where(along(torch.isfinite(norm_B), x, dtype=torch.bool), x * along(scale_B, x), 0)
 
 
-def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: Constants) -> Tensor:
+def weighted_rows(rows_Bn: Tensor, mass_Bn: Tensor | None, c: ClipConstants) -> Tensor:
     """sum_i nu_i row_i, where a row is an example's whole gradient, clipped to C2 by its exact norm.
 
     If far larger terms cancel in a row (`mass_Bn` holds their absolute sums), the row may be rounding error, which may
@@ -185,17 +180,16 @@ class ClippedLayer(nn.Module, ABC):
         name: the name used in messages.
     """
 
-    def __init__(self, layer: nn.Module, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.Module, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__()
-        self.layer, self.uses, self.name = layer, uses, name
-        self.constants = constants
+        self.layer, self.uses, self.name, self.constants = layer, uses, name, constants
 
     @property
-    def constants(self) -> Constants:
+    def constants(self) -> ClipConstants:
         return self._constants
 
     @constants.setter
-    def constants(self, constants: Constants) -> None:
+    def constants(self, constants: ClipConstants) -> None:
         self._constants = constants
         self._take(constants)
 
@@ -207,25 +201,19 @@ class ClippedLayer(nn.Module, ABC):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Restore the constants saved with the weights: the input clip is part of the network's function."""
-        try:
-            input_norm, grad_norm, *choices = state.tolist()
-            mode, bound = (names[int(i)] for names, i in zip((MODES, BOUNDS), choices, strict=True))
-        except (AttributeError, ValueError, TypeError, IndexError):
-            raise ConfigurationError(
-                f"Layer {self.name!r}: the clipping constants in this state_dict are damaged, or of another version. "
-                "Load it with strict=False and without its '_extra_state', and give clip_inputs its constants."
-            ) from None
+        input_norm, grad_norm, mode_number, bound_number = state.tolist()
+        mode, bound = MODES[int(mode_number)], BOUNDS[int(bound_number)]
         if (mode, bound) != (self.constants.mode, self.constants.bound):
             raise ConfigurationError(
                 f"Layer {self.name!r} was saved with other settings than it has here: call clip_inputs(..., "
                 f"mode={mode!r}, bound={bound!r}) before you load it."
             )
         input_norm, grad_norm = clip_constant("input_norm", input_norm), clip_constant("grad_norm", grad_norm)
-        self.constants = Constants(input_norm, grad_norm, mode, bound)
+        self.constants = ClipConstants(input_norm, grad_norm, mode, bound)
 
-    @abstractmethod
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         """Create the roles for graph nodes of the next forward passes. Earlier nodes keep theirs."""
+        self._role = Role(self, constants)
 
     @abstractmethod
     def bounds(self) -> Mapping[str, float]:
@@ -237,9 +225,9 @@ class ClippedLayer(nn.Module, ABC):
 
     def refuse_if(self, **settings: tuple[object, str]) -> None:
         """Refuse a wrapped layer with one of these settings: each is given with its value and the remedy."""
+        kind = type(self.layer).__name__
         for setting, (value, remedy) in settings.items():
             if value:
-                kind = type(self.layer).__name__
                 raise UnsupportedModelError(
                     f"Layer {self.name!r} ({kind}) has {setting} set, which has no bound here: {remedy}."
                 )
@@ -262,9 +250,14 @@ class ClippedLayer(nn.Module, ABC):
 class OneInputLayer(ClippedLayer):
     """A clipped layer with one input and one output, which is one node of the graph."""
 
+    @property
+    def least_dimensions(self) -> int:
+        """The smallest number of input dimensions, including the examples."""
+        return 2
+
     def forward(self, x: Tensor) -> Tensor:
         """Shapes as for the wrapped layer, with examples along the first axis."""
-        x = self.require_examples(x, least=self._least_dimensions())
+        x = self.require_examples(x, self.least_dimensions)
         return self._plain(x) if is_plain() else self._clipped(x)
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -275,17 +268,13 @@ class OneInputLayer(ClippedLayer):
     def _clipped(self, x: Tensor) -> Tensor:
         """The forward pass as a node of the graph."""
 
-    @abstractmethod
-    def _least_dimensions(self) -> int:
-        """The smallest number of input dimensions, including the examples."""
-
 
 @dataclass(frozen=True)
 class Role:
     """The layer of a graph node, its constants when the node was created, and the name of the node in the layer."""
 
     layer: ClippedLayer
-    constants: Constants
+    constants: ClipConstants
     name: str = ""
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
-from clipwise.layers.clipped.layer import Constants, fits, lengths, squared_lengths
+from clipwise.layers.clipped.layer import ClipConstants, fits, lengths, squared_lengths
 from clipwise.layers.clipped.linear_map import ClippedMapLayer, Map, MapRole
 
 
@@ -66,11 +66,8 @@ class Matrix(Map):
 class ClippedLinear(ClippedMapLayer):
     """`nn.Linear`, clipped: (B, ..., in) to (B, ..., out)."""
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._role = MapRole(self, constants, map=Matrix())
-
-    def _least_dimensions(self) -> int:
-        return 2
 
 
 AnyConvolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -146,17 +143,17 @@ class Convolution(Map):
         return math.sqrt(most), math.sqrt(cover)
 
     def squares(self, x: Tensor) -> Tensor:
-        by_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
+        per_group = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
         if fits(x):
-            found = measures(by_group.flatten(3).flatten(0, 1).mT, square=True).square
+            found = measures(per_group.flatten(3).flatten(0, 1).mT, square=True).square
             assert found is not None
             return found.view(len(x), self.groups, *x.shape[2:])
-        by_group = at_least_float32(by_group)
-        square = by_group.square().sum(2).double()
+        per_group = at_least_float32(per_group)
+        square = per_group.square().sum(2).double()
         if not square.is_cuda and not math.isfinite(float(square.sum())):  # overflow in float32
-            square = by_group.double().square().sum(2)
+            square = per_group.double().square().sum(2)
         # Allow for squares that underflow.
-        return square.add_(by_group.shape[2] * torch.finfo(by_group.dtype).tiny)
+        return square.add_(per_group.shape[2] * torch.finfo(per_group.dtype).tiny)
 
     def window_lengths(self, squares: Tensor) -> Tensor:
         if any(self.listed):
@@ -174,24 +171,27 @@ class Convolution(Map):
     def counts(self, size: tuple[int, ...]) -> tuple[int, int]:
         """m and `cover` for inputs of a size: products over the dimensions."""
         each = zip(size, self.kernel, self.stride, self.dilation, self.around, strict=True)
-        found = [_counts(n, k, s, d, *around, self.mode) for n, k, s, d, around in each]
-        return math.prod(most for most, _ in found), math.prod(cover for _, cover in found)
+        found = [window_counts(n, k, s, d, *around, self.mode) for n, k, s, d, around in each]
+        return math.prod(most for most, _, _ in found), math.prod(cover for _, cover, _ in found)
 
 
 @lru_cache(maxsize=1024)
-def _counts(n: int, k: int, s: int, d: int, before: int, after: int, mode: str) -> tuple[int, int]:
-    """m and `cover` of one dimension."""
+def window_counts(
+    n: int, k: int, s: int, d: int, before: int, after: int = 0, mode: str = "zeros", windows: int | None = None
+) -> tuple[int, int, int]:
+    """m, `cover` and the most pixels in a window, of one dimension; by default for all windows that fit."""
     fill = {"constant_values": _PADDING} if mode == "zeros" else {}
     pixel_at = np.pad(np.arange(n), (before, after), mode=_PADDED[mode], **fill)  # type: ignore[call-overload]
-    windows = max(0, (len(pixel_at) - d * (k - 1) - 1) // s + 1)
+    if windows is None:
+        windows = max(0, (len(pixel_at) - d * (k - 1) - 1) // s + 1)
     in_all = np.zeros(n, dtype=int)
-    most = 0
+    most = taps = 0
     for q in range(windows):
         held = pixel_at[q * s : q * s + d * (k - 1) + 1 : d]
         here = np.bincount(held[held != _PADDING], minlength=n)
-        most = max(most, int(here.max(initial=0)))
+        most, taps = max(most, int(here.max(initial=0))), max(taps, int(here.sum()))
         in_all += here
-    return most, int(in_all.max(initial=0))
+    return most, int(in_all.max(initial=0)), taps
 
 
 class ClippedConvolution(ClippedMapLayer):
@@ -199,8 +199,9 @@ class ClippedConvolution(ClippedMapLayer):
 
     layer: AnyConvolution
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         self._role = MapRole(self, constants, map=Convolution(self.layer))
 
-    def _least_dimensions(self) -> int:
+    @property
+    def least_dimensions(self) -> int:
         return 2 + len(self.layer.kernel_size)

@@ -12,6 +12,9 @@ saves the input that the previous layer saves anyway (or the padded input, as to
 Weights and bias have separate clips. In mode "clip" the gradient passed to the previous layer includes the weights'
 clip. In mode "normalize" it is h / nu, without that scale: otherwise parallel branches would add gradients of unrelated
 scales. Each layer bounds its own gradient, so either choice is sound.
+
+Where `fits` is True, Triton kernels read each tensor once: z <- s z + b and dx <- (I - u u^T) dx / nu in place, and the
+sums over positions of g in one pass. Elsewhere torch operations compute the same.
 """
 
 from __future__ import annotations
@@ -27,9 +30,15 @@ from torch.autograd.function import once_differentiable
 
 from clipwise.gradients.blocks import Scratch
 from clipwise.gradients.forms import chunks
-from clipwise.layers.clipped import linear_map_kernels as kernels
+from clipwise.kernels.factors import Norms, input_factors
+from clipwise.kernels.measures import measures
+from clipwise.kernels.scaled import scaled
+from clipwise.kernels.squares import row_squares
+from clipwise.kernels.tangent import to_tangent_
+from clipwise.kernels.weighted import weighted_sum
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
+    LIMITS,
     OneInputLayer,
     Role,
     along,
@@ -38,8 +47,8 @@ from clipwise.layers.clipped.layer import (
     clipped_input,
     fits,
     input_scales,
+    kernel_scales,
     lengths,
-    surely_none,
     upstream_scales,
     weighted_rows,
 )
@@ -135,8 +144,7 @@ class ClippedMap(torch.autograd.Function):
         z = mapped(seen, weight, bias, role)
         ctx.is_clean = seen.x is not x  # a copy, which may be changed
         if ctx.is_clean:
-            clean = kernels.cleared if fits(seen.x) else cleaned
-            seen = seen._replace(x=clean(seen.x, seen.scale_B))
+            seen = seen._replace(x=_cleared(seen.x, seen.scale_B))
         ctx.save_for_backward(*seen, weight)
         return z
 
@@ -151,7 +159,7 @@ class ClippedMap(torch.autograd.Function):
         switch.saw(ctx, g)
         # Under autocast the gradient may be bfloat16: sums use the dtype of the weights.
         g = g.to(weight.dtype)
-        factors_of = kernels.upstream_factors if fits(g) else _upstream_factors
+        factors_of = _upstream_factors_by_kernels if fits(g) else _upstream_factors
         nu_B, db = factors_of(role, g, ctx.x_shape, seen, switch.is_clipping() and needs_w, needs_b)
         dx, dw = pulled_back(role, g, seen, weight, nu_B, needs_x, needs_w, ctx.is_clean)
         if not needs_x:  # the first layer ends the backward pass: free the memory for the next forward pass
@@ -181,7 +189,9 @@ def looked_at(x: Tensor, role: MapRole, is_trained: bool) -> Seen:
     c = role.constants
     squares = role.map.squares(x) if c.bound == "gradient" and is_trained and len(x) > 0 else None
     if fits(x):
-        norm_B, scale_B = kernels.input_scales_of(x, squares, c.input_norm)
+        square_B = row_squares(x.reshape(len(x), -1)) if squares is None else squares.flatten(1).sum(1)
+        norm_B, scale_B = input_factors(square_B, c.input_norm, LIMITS)
+        switch.noted(scale_B)
     else:
         norm_B = lengths(x) if squares is None else squares.flatten(1).sum(1).sqrt()
         scale_B = input_scales(norm_B, c.input_norm)
@@ -195,7 +205,9 @@ def mapped(seen: Seen, weight: Tensor, bias: Tensor | None, role: MapRole) -> Te
     """z = s W x + b."""
     z = role.map.forward(seen.x, weight)
     if fits(z):
-        return kernels.scaled_output(role.map, z, seen.scale_B, bias)
+        z = z if _is_view(role.map.channels(z), z) else z.contiguous()
+        scaled(role.map.channels(z), seen.scale_B, bias, out=role.map.channels(z))
+        return z
     z = cleaned(z, seen.scale_B).mul_(along(seen.scale_B, z))
     return z if bias is None else z.add_(role.map.bias_view(bias.to(z.dtype), z))
 
@@ -215,7 +227,10 @@ def pulled_back(
         return None, None
     is_fused, total_B = fits(g), nu_B * seen.scale_B
     if is_fused:
-        h = kernels.scaled_gradient(role.map, g, total_B)
+        h = torch.empty_like(g)  # autograd owns g
+        if not _is_view(role.map.channels(h), h):  # another memory format
+            h = torch.empty_like(g, memory_format=torch.contiguous_format)
+        scaled(role.map.channels(g), total_B, out=role.map.channels(h))
     else:
         h = torch.mul(cleaned(g, total_B), along(total_B, g), out=_scratch.like(g))
     x = seen.x.to(weight.dtype)
@@ -226,7 +241,8 @@ def pulled_back(
         return None, dw
     mode = role.constants.mode
     if is_fused:
-        dx = kernels.along_the_sphere(dx, x, seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
+        dx = _with_entries_in_place(dx)
+        to_tangent_(_entries(dx), _entries(x), seen.norm_B, seen.scale_B, nu_B if mode == "normalize" else None)
     else:
         dx = along_the_sphere(passed_on(dx, nu_B, mode), x, seen.norm_B, seen.scale_B)
     return role.map.of_input(dx).to(seen.x.dtype), dw
@@ -255,6 +271,38 @@ def _upstream_factors(
     return nu_B, db
 
 
+def _upstream_factors_by_kernels(
+    role: MapRole, g: Tensor, x_shape: torch.Size, seen: Seen, clips_weights: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`_upstream_factors` by kernels, from one read of g."""
+    of, c, lengths_BGP = role.map, role.constants, seen.lengths_BGP if clips_weights else None
+    g_BKR, by_windows, has_positions = of.channels(g), lengths_BGP is not None, g.dim() > 2
+    if not has_positions:
+        rows_BK = g_BKR[..., 0]
+        times_B = None if lengths_BGP is None else seen.scale_B * lengths_BGP[:, 0, 0]
+        norms, mass_BK = Norms(rows_BK, times=times_B), None
+    else:
+        most, cover = of.upstream_times(x_shape)
+        has_mass = clips_weights and not by_windows and most is not None
+        found = measures(g_BKR, lengths_BGP, total=needs_bias, mass=needs_bias or has_mass, square=not by_windows)
+        if by_windows:
+            norms = Norms(found.weighted, times=seen.scale_B)
+        else:
+            first, a = (found.mass, most) if has_mass and most is not None else (None, 1.0)
+            norms = Norms(first, found.square, True, first_times=a, second_times=cover)
+        rows_BK = found.total if found.total is not None else g_BKR[..., 0]
+        mass_BK = found.mass
+    bound = None
+    if clips_weights:
+        bound = c.weight_norm if by_windows else c.grad_norm
+    nu_B = kernel_scales(norms, bound, c.most)
+    if not needs_bias:
+        return nu_B, None
+    if clips_weights and not by_windows and not has_positions:  # the same norm and the same bound
+        return nu_B, weighted_sum(rows_BK, nu_B)
+    return nu_B, weighted_rows(rows_BK, mass_BK, c)
+
+
 def passed_on(dx: Tensor, nu_B: Tensor, mode: str) -> Tensor:
     """The gradient for the previous layer: with the weights' clip in mode "clip", without it in mode "normalize"."""
     return dx if mode == "clip" else dx.mul_(along(torch.where(nu_B > 0, 1 / nu_B, 0.0), dx))
@@ -272,3 +320,32 @@ def along_the_sphere(dx: Tensor, x: Tensor, norm_B: Tensor, scale_B: Tensor) -> 
         along_B = torch.linalg.vecdot(unit.flatten(1), dx[some].flatten(1))
         dx[some].addcmul_(unit, along(along_B, dx), value=-1)
     return dx
+
+
+def surely_none(flags_B: Tensor) -> bool:
+    """Whether no flag is set; False on a GPU, where reading the flags would synchronize."""
+    return not flags_B.is_cuda and not bool(flags_B.any())
+
+
+def _cleared(t: Tensor, factor_B: Tensor) -> Tensor:
+    """`cleaned` for a copy, which kernels change in place."""
+    if not fits(t):
+        return cleaned(t, factor_B)
+    if switch.noted(factor_B):
+        return t
+    t = _with_entries_in_place(t)
+    scaled(_entries(t), (factor_B > 0).double(), out=_entries(t))
+    return t
+
+
+def _entries(t: Tensor) -> Tensor:
+    return t.unsqueeze(1) if t.dim() == 2 else t.flatten(2)
+
+
+def _with_entries_in_place(t: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy for which `_entries` is a view."""
+    return t if _is_view(_entries(t), t) else t.contiguous()
+
+
+def _is_view(view: Tensor, t: Tensor) -> bool:
+    return view.data_ptr() == t.data_ptr()

@@ -30,7 +30,7 @@ from clipwise.gradients.forms import at_least_float32
 from clipwise.kernels.measures import measures
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
-    Constants,
+    ClipConstants,
     OneInputLayer,
     Role,
     cleaned,
@@ -138,9 +138,6 @@ class _ClippedNorm(OneInputLayer):
 
     function: ClassVar[type[torch.autograd.Function]]
 
-    def _take(self, constants: Constants) -> None:
-        self._role = Role(self, constants)
-
     def bounds(self) -> Mapping[str, float]:
         return {"weight": self.constants.grad_norm, "bias": self.constants.grad_norm}
 
@@ -155,7 +152,8 @@ class ClippedLayerNorm(_ClippedNorm):
     layer: nn.LayerNorm
     function = _LayerNorm
 
-    def _least_dimensions(self) -> int:
+    @property
+    def least_dimensions(self) -> int:
         return 1 + len(self.layer.normalized_shape)
 
 
@@ -164,9 +162,6 @@ class ClippedGroupNorm(_ClippedNorm):
 
     layer: nn.GroupNorm
     function = _GroupNorm
-
-    def _least_dimensions(self) -> int:
-        return 2
 
 
 class ClippedLookup(torch.autograd.Function):
@@ -212,18 +207,16 @@ class ClippedEmbedding(OneInputLayer):
 
     layer: nn.Embedding
 
-    def __init__(self, layer: nn.Embedding, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.Embedding, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         options = ("max_norm", "scale_grad_by_freq", "sparse")
         self.refuse_if(**{option: (getattr(layer, option), "build it without") for option in options})
 
-    def _take(self, constants: Constants) -> None:
-        self._role = Role(self, constants)
-
     def bounds(self) -> Mapping[str, float]:
         return {"weight": self.constants.grad_norm}
 
-    def _least_dimensions(self) -> int:
+    @property
+    def least_dimensions(self) -> int:
         return 1
 
     def _clipped(self, x: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ from clipwise.errors import UnsupportedModelError
 from clipwise.gradients.rules.recurrent import Backward, Layer, gru, lstm, rnn
 from clipwise.layers.clipped import switch
 from clipwise.layers.clipped.layer import (
+    ClipConstants,
     ClippedLayer,
-    Constants,
     Role,
     along,
     at_least_shortest,
@@ -139,7 +139,7 @@ class ClippedRecurrent(ClippedLayer):
 
     layer: nn.RNNBase
 
-    def __init__(self, layer: nn.RNNBase, constants: Constants, uses: int = 1, name: str = "") -> None:
+    def __init__(self, layer: nn.RNNBase, constants: ClipConstants, uses: int = 1, name: str = "") -> None:
         super().__init__(layer, constants, uses, name)
         self.refuse_if(proj_size=(layer.proj_size, "leave it out, and put a Linear layer behind it"))
         if any(not p.requires_grad for p in layer.parameters()):
@@ -147,7 +147,7 @@ class ClippedRecurrent(ClippedLayer):
                 f"Layer {name!r} ({type(layer).__name__}) is frozen in part: train all of it, or freeze all of it."
             )
 
-    def _take(self, constants: Constants) -> None:
+    def _take(self, constants: ClipConstants) -> None:
         directions = ("", "_reverse") if self.layer.bidirectional else ("",)
         suffixes = [f"l{level}{direction}" for level in range(self.layer.num_layers) for direction in directions]
         self._roles = {suffix: Role(self, constants, suffix) for suffix in suffixes}
@@ -161,22 +161,19 @@ class ClippedRecurrent(ClippedLayer):
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Shapes as for the layer: (B, T, d), or (T, B, d) without `batch_first`. The state needs no gradient."""
-        layer = self.layer
+        layer, directions = self.layer, 1 + self.layer.bidirectional
         x = self.require_examples(x, least=3)
         x = x.transpose(0, 1) if layer.batch_first else x
         is_lstm = layer.mode == "LSTM"
-        zeros = x.new_zeros(layer.num_layers * (1 + layer.bidirectional), x.shape[1], layer.hidden_size)
-        if state is None:
-            h0, c0 = zeros, zeros
-        else:
-            h0, c0 = state if is_lstm else (state, zeros)
+        h0 = c0 = x.new_zeros(layer.num_layers * directions, x.shape[1], layer.hidden_size)
+        if state is not None:
+            h0, c0 = state if is_lstm else (state, c0)
         if h0.requires_grad or c0.requires_grad:
             raise UnsupportedModelError(
                 f"Layer {self.name!r} ({type(layer).__name__}) got an initial state that needs a gradient, which has "
                 "no bound here: detach it, or leave it out."
             )
         last_h, last_c = [], []
-        directions = 1 + layer.bidirectional
         for level in range(layer.num_layers):
             outputs = []
             for direction in range(directions):
@@ -194,8 +191,8 @@ class ClippedRecurrent(ClippedLayer):
         return (x.transpose(0, 1) if layer.batch_first else x), final
 
     def _run(self, x: Tensor, h0: Tensor, c0: Tensor, suffix: str) -> tuple[Tensor, Tensor, Tensor]:
-        named = [f"{what}_{suffix}" for what in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-        weights = [getattr(self.layer, n, None) for n in named]
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        weights = [getattr(self.layer, f"{kind}_{suffix}", None) for kind in kinds]
         if not is_plain():
             return ClippedRecurrence.apply(x, h0, c0, *weights, self._roles[suffix])  # type: ignore[no-any-return, no-untyped-call]
         x = clipped_input(x.transpose(0, 1), self.constants.input_norm).transpose(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.class_labels import label_losses, targets
-from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, image_settings
+from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN
 from clipwise.recipes.images.networks import tanh_cnn, wide_resnet
 from clipwise.recipes.images.scattering import scattering, scattering_size
-from clipwise.recipes.kind import Encoder, Settings, Source, Task
+from clipwise.recipes.kind import Source
+from clipwise.recipes.labelled import LabelledEncoder
 from clipwise.recipes.linear import LinearOnFeatures
 from clipwise.sampling.augmentation import Crop, Flip, Views
 from clipwise.validation.arguments import one_of
@@ -29,7 +29,7 @@ _CHUNK = 1024  # images at a time
 
 
 @dataclass(frozen=True)
-class ImageEncoder(Encoder):
+class ImageEncoder(LabelledEncoder):
     """How an image becomes the input of a model.
 
     Args:
@@ -46,23 +46,13 @@ class ImageEncoder(Encoder):
     preprocessing: tuple[str, ...] = ()
     model_name: str = SCATTERING
     kind: ClassVar[str] = "images"
-
-    @property
-    def task(self) -> Task:  # type: ignore[override]
-        """One of the labels."""
-        return Task(labels=self.labels)
-
-    def for_model(self, name: str) -> ImageEncoder:
-        one_of("model", name, MODELS)
-        return replace(self, model_name=name)
+    models: ClassVar[tuple[str, ...]] = MODELS
 
     def encode(self, source: Source, rows: np.ndarray | None = None) -> TensorDataset:
         images = self._images(source)
         rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-        values = images.images.labels()
-        if values is None:
-            raise ConfigurationError(f"{source.description}: the images have no labels to learn or to compare with.")
-        return TensorDataset(self._inputs(images, rows), targets([values[row] for row in rows.tolist()], self.labels))
+        found = images.images.targets(rows, self.labels)
+        return TensorDataset(self._inputs(images, rows), found)
 
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
         return (self._inputs(self._images(source), np.arange(len(source))),)
@@ -82,9 +72,6 @@ class ImageEncoder(Encoder):
         x_BCHW = x_BCHW - 0.5
         return scattering(x_BCHW) if self.model_name == SCATTERING else x_BCHW
 
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return image_settings(rows, epsilon, preset, self.channels, self.model_name)
-
     def model(self, name: str) -> nn.Module:
         one_of("model", name, MODELS)
         if (name == SCATTERING) != (self.model_name == SCATTERING):
@@ -101,9 +88,6 @@ class ImageEncoder(Encoder):
         x_BCHW = torch.rand(min(rows, _CHUNK), self.channels, self.image_size, self.image_size)
         x = self._encoded(x_BCHW)[torch.arange(rows) % _CHUNK]
         return TensorDataset(x, torch.arange(rows) % len(self.labels))
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return label_losses(output, target)
 
     def views(self, count: int) -> Views | None:
         """Random crops, and for colour images flips. Features cannot be cropped."""

@@ -49,14 +49,13 @@ class WideResNet(nn.Module):
     Each normalization follows its activation, and the weights of convolutions are standardized.
     """
 
-    def __init__(self, channels: int, classes: int, *, width: int = 4, blocks: int = 2) -> None:
+    def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
-        sizes = (16, 16 * width, 32 * width, 64 * width)
+        sizes = (16, 64, 128, 256)
         self.first = nn.Conv2d(channels, sizes[0], 3, padding=1)
         stages = []
         for stage, (before, after) in enumerate(pairwise(sizes)):
-            stages.append(_Block(before, after, stride=1 if stage == 0 else 2))
-            stages += [_Block(after, after, stride=1) for _ in range(blocks - 1)]
+            stages += [_Block(before, after, stride=1 if stage == 0 else 2), _Block(after, after, stride=1)]
         self.stages = nn.Sequential(*stages)
         self.last = nn.GroupNorm(16, sizes[-1])
         self.head = nn.Linear(sizes[-1], classes)

@@ -5,8 +5,7 @@ B: images, C: channels, H, W: height and width, S: side of the square images tha
 
 from __future__ import annotations
 
-import unicodedata
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clipwise.errors import ConfigurationError
+from clipwise.recipes.labelled import ClassFolders, Records
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _LUMA = (0.299, 0.587, 0.114)  # weights of red, green and blue in a grey value
 
 
-class Images(ABC):
+class Images(Records):
     """Images of a folder or file.
 
     Attributes:
-        description: one line about the format, without values.
         side: the greater of height and width if the format states it, which makes it public; else None.
         channels: 1 or 3 if the format states it; else None.
-        names: the classes if the layout states them; else None.
-        byte_labels: whether the format allows the labels 0 to 255 only.
     """
 
-    description: str
     side: int | None = None
     channels: int | None = None
-    names: tuple[str, ...] | None = None
-    byte_labels: bool = False
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def labels(self) -> list[str | None] | None:
-        """The label of each image; None if there are none."""
 
     @abstractmethod
     def pixels(self, rows: NDArray[np.int64], channels: int, side: int) -> Tensor:
@@ -92,30 +79,16 @@ class ArrayImages(Images):
         return x_BCHW.contiguous()
 
 
-class FolderImages(Images):
-    """Image files, in one folder for each class or in a single folder without labels."""
+class FolderImages(ClassFolders, Images):
+    """Image files."""
 
     def __init__(self, folder: Path) -> None:
-        classes = sorted((_name(entry), entry) for entry in folder.iterdir() if _is_class(entry))
-        self._folder = folder
-        self._files = [(name, file) for name, entry in classes for file in _files(entry)]
-        if self._files:
-            self.names = tuple(name for name, _ in classes)
-            self.description = "image files, one folder for each class"
-        else:
-            self._files = [("", file) for file in _files(folder)]
-            self.description = "image files without labels"
+        super().__init__(folder, "image", SUFFIXES)
         if not self._files:
             raise ConfigurationError(
                 f"{folder}: there are no images in it. Give a folder with one sub-folder of PNG or JPEG files for "
                 "each class, idx files, an .npz file, or CIFAR's binary version."
             )
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def labels(self) -> list[str | None] | None:
-        return None if self.names is None else [name for name, _ in self._files]
 
     def pixels(self, rows: NDArray[np.int64], channels: int, side: int) -> Tensor:
         images = [self._read(self._files[row][1], channels, side) for row in rows.tolist()]
@@ -141,21 +114,6 @@ class FolderImages(Images):
                 f"{file.relative_to(self._folder)} cannot be read as an image: repair it, or take it out of the folder."
             ) from error
         return np.asarray(image, np.uint8).reshape(side, side, channels)
-
-
-def _is_class(entry: Path) -> bool:
-    return entry.is_dir() and not entry.name.startswith(".")
-
-
-def _name(folder: Path) -> str:
-    """The name of a class. File systems differ in how they compose accents."""
-    return unicodedata.normalize("NFC", folder.name)
-
-
-def _files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    shown = (file for file in found if not file.name.startswith("."))
-    return sorted(shown, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _channels_first(array: NDArray[Any], description: str) -> NDArray[Any]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.class_labels import released_labels, require_labels
+from clipwise.recipes.class_labels import require_labels
 from clipwise.recipes.images.defaults import MODELS, SCATTERING, TANH_CNN, WIDE_RESNET, image_settings
 from clipwise.recipes.images.encoder import ImageEncoder
 from clipwise.recipes.images.formats import is_images, open_images
-from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
+from clipwise.recipes.kind import ASSUMED_LABELS, Settings
+from clipwise.recipes.labelled import LabelledSource
 from clipwise.validation.arguments import whole
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ FOLDER_SIZE = 32  # of image files, which state no common size
 LARGEST_SIZE = 64  # of arrays, if no size is declared
 
 
-class ImageSource(Source):
+class ImageSource(LabelledSource):
     """A folder with one sub-folder for each class, idx files, an .npz file, or CIFAR's binary version.
 
     Args:
@@ -50,10 +51,10 @@ class ImageSource(Source):
         part: str = "train",
     ) -> None:
         self._model = model
-        self.images = open_images(Path(path), part)
+        self.images = self.records = open_images(Path(path), part)
         if len(self.images) == 0:
             raise ConfigurationError(f"{path}: there are no images in it.")
-        self._declared = None if labels is None else require_labels(labels)
+        self.declared = None if labels is None else require_labels(labels)
         size = image_size if image_size is not None else min(self.images.side or FOLDER_SIZE, LARGEST_SIZE)
         self.image_size = whole("image_size", size, least=1, most=1024)
         self.channels = (self.images.channels or 3) if grey is None else (1 if grey else 3)
@@ -65,35 +66,17 @@ class ImageSource(Source):
         """Whether the path looks like images rather than a table or texts."""
         return is_images(path)
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     @property
     def models(self) -> tuple[str, ...]:
         return MODELS
-
-    def needs_counts(self) -> bool:
-        return self._declared is None and self.images.names is None
 
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
         return image_settings(rows, epsilon, preset, self.channels, self._model)
 
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> ImageEncoder:
-        values = self.images.labels()
-        if values is None:
-            raise ConfigurationError(
-                f"{self.description}: the images have no labels. Put them into one sub-folder for each class, or the "
-                "file of labels beside the file of images."
-            )
-        if self._declared is not None:
-            labels, how = self._declared, "declared"
-        elif self.images.names is not None:
-            labels, how = require_labels(self.images.names), self._where_names_are()
-        else:
-            chosen = [values[row] for row in np.asarray(rows).tolist()]
-            labels = released_labels(chosen, counts, self.images.byte_labels)
-            how = "released as noised counts of the training images, within the budget"
-        lines = (f"The labels are {how}.", self._size_line())
+        how_to = "Put them into one sub-folder for each class, or the file of labels beside the file of images."
+        labels, about_labels = self.labels_of(rows, counts, how_to)
+        lines = (about_labels, self._size_line())
         return ImageEncoder(labels, self.channels, self.image_size, lines, self._model or SCATTERING)
 
     def largest(self, rows: int, counts: NoisedCounts) -> ImageEncoder:
@@ -102,10 +85,6 @@ class ImageSource(Source):
     def require_readable(self, rows: np.ndarray) -> None:
         for row in np.asarray(rows):  # one at a time: their pixels are not kept
             self.images.pixels(np.array([row]), self.channels, self.image_size)
-
-    def _where_names_are(self) -> str:
-        named = "the names of the sub-folders" if "folder" in self.description else "the classes of this data set"
-        return f"{named}, which are taken as public"
 
     def _size_line(self) -> str:
         colours = "grey" if self.channels == 1 else "colour"

@@ -18,7 +18,7 @@ def settings(rows: int, epsilon: float, preset: str) -> Settings:
     """Settings for a table with this many training rows. They depend on public numbers alone."""
     network = rows * epsilon >= ENOUGH_FOR_A_NETWORK
     return Settings(
-        model="mlp" if network else "logistic",
+        model="mlp" if network else "linear",
         batch_size=max(1, min(round(rows * SAMPLE_RATE), LARGEST_BATCH)),
         epochs=EPOCHS[preset],
         learning_rate=0.03,

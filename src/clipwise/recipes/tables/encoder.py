@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.kind import Encoder, Settings, Source, Task
-from clipwise.recipes.tables import defaults
+from clipwise.recipes.kind import Encoder, Source, Task
 from clipwise.recipes.tables.encode import encoded, width
 from clipwise.recipes.tables.models import table_model
 from clipwise.recipes.tables.schema import Category, Schema
@@ -71,12 +70,8 @@ class TableEncoder(Encoder):
         """float32 [N, D]."""
         return (self._inputs(_table(source), None),)
 
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        """Settings chosen by experiments/recipes."""
-        return defaults.settings(rows, epsilon, preset)
-
     def model(self, name: str) -> nn.Module:
-        """ "logistic" (linear) or "mlp"."""
+        """ "linear" or "mlp"."""
         outputs = 1 if self.target.labels is None else len(self.target.labels)
         return table_model(name, self.width, outputs, self.target.range)
 

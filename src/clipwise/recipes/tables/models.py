@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from clipwise.validation.arguments import one_of
 
 HIDDEN = 64
-MODELS = ("logistic", "mlp")
+MODELS = ("linear", "mlp")
 
 
 class WithinRange(nn.Module):
@@ -26,10 +26,10 @@ class WithinRange(nn.Module):
 def table_model(name: str, inputs: int, outputs: int, bounds: tuple[float, float] | None) -> nn.Module:
     """A linear model or a network with one hidden layer. `bounds` is the range of a regression target."""
     one_of("model", name, MODELS)
-    last = nn.Linear(inputs if name == "logistic" else HIDDEN, outputs)
+    last = nn.Linear(inputs if name == "linear" else HIDDEN, outputs)
     with torch.no_grad():
-        if name == "logistic":  # convex: 0 is a good start, and no direction is preferred
+        if name == "linear":  # convex: 0 is a good start, and no direction is preferred
             last.weight.zero_()
         last.bias.zero_()
-    layers: list[nn.Module] = [last] if name == "logistic" else [nn.Linear(inputs, HIDDEN), nn.Tanh(), last]
+    layers: list[nn.Module] = [last] if name == "linear" else [nn.Linear(inputs, HIDDEN), nn.Tanh(), last]
     return nn.Sequential(*layers, *([] if bounds is None else [WithinRange(*bounds)]))

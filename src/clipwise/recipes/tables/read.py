@@ -7,13 +7,16 @@ from private rows: `values.py` reads numbers and dates.
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import csv
 import gzip
 import io
+import lzma
 import math
+import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -34,7 +37,17 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+# Compressed files, by their first bytes.
+_COMPRESSED: tuple[tuple[bytes, Callable[[Path], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.open),
+    (b"\xfd7zXZ\0", lzma.open),
+)
+_ARCHIVES = (b"PK\x03\x04", b"\xd0\xcf\x11\xe0")  # ZIP and .xlsx; .xls
+LONGEST_NAME = 100
 _CHUNK = 4096  # rows that are transposed at once
+# A last row that is added to every file: an open double quote would make it part of another row.
+_END = ["\x1fend of the file"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class Table:
 
 
 def read_table(path: Path, encoding: str | None = None) -> Table:
-    """Read a CSV file, which may be compressed (.gz), or a Parquet file."""
+    """Read a CSV file, which may be compressed (gzip, bzip2 or xz), or a Parquet file."""
     if not path.is_file():
         raise ConfigurationError(f"{path} is not a file: give a CSV or Parquet file.")
     if path.suffix.lower() in PARQUET:
@@ -88,7 +101,13 @@ def read_names(path: Path, encoding: str | None = None) -> tuple[str, ...]:
 
 
 def _opened(path: Path) -> Any:
-    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+    with path.open("rb") as raw:
+        start = raw.read(6)
+    if start.startswith(_ARCHIVES):
+        raise ConfigurationError(
+            f"{path} is a ZIP archive or a spreadsheet, not a CSV file: unpack it, or save the sheet as CSV in UTF-8."
+        )
+    return next((reads(path) for mark, reads in _COMPRESSED if start.startswith(mark)), None) or path.open("rb")
 
 
 def _encoding_of(raw: BinaryIO) -> str:
@@ -117,12 +136,12 @@ class _reading:  # noqa: N801 (a context manager)
             raise ConfigurationError(
                 f"--encoding {self._encoding} is not known: give a name such as utf-8, utf-16, cp1252 or latin-1."
             ) from None
-        if isinstance(error, (OSError, EOFError)):
+        if isinstance(error, (OSError, EOFError, lzma.LZMAError, zlib.error)):
             raise ConfigurationError(f"{self._path} cannot be read: it is damaged, or access is denied.") from None
 
 
 def _header(path: Path, text: io.TextIOWrapper) -> tuple[tuple[str, ...], Any, str]:
-    """The names of the columns, a reader of the rows, and the delimiter."""
+    """The names of the columns, a reader of the rows and of `_END`, and the delimiter."""
     line = text.readline()
     if not line.strip():
         raise ConfigurationError(f"{path} has no header: its first line must have the names of the columns.")
@@ -130,11 +149,13 @@ def _header(path: Path, text: io.TextIOWrapper) -> tuple[tuple[str, ...], Any, s
         raise ConfigurationError(f"{path} is not text in {text.encoding}: give --encoding, for instance utf-16.")
     outside = "".join(line.split('"')[::2])
     delimiter = max(DELIMITERS, key=outside.count)  # the first of them if there is none
-    reader = csv.reader(chain([line], text), delimiter=delimiter, skipinitialspace=True)
+    reader = csv.reader(chain([line], text, _END), delimiter=delimiter, skipinitialspace=True)
     try:
         names = next(reader)
     except csv.Error as error:
         raise ConfigurationError(f"{path}, line 1: the header cannot be read ({error}).") from None
+    if reader.line_num > 1 + len(names):  # each name may have a line break; more of them may be rows, which are private
+        raise ConfigurationError(f"{path}, line 1: the header cannot be read. A double quote may be missing.")
     if all(map(is_number, names)) and names != [str(place) for place in range(len(names))]:
         raise ConfigurationError(
             f"{path}: the first line has only numbers, so it seems to be a row. Add a line with the names of the "
@@ -152,6 +173,14 @@ def _unique_names(names: list[str], path: Path) -> tuple[str, ...]:
             "each column its own name."
         )
     return tuple(found)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names of columns for an error; not if they seem to be a row, which is private."""
+    found = list(names)
+    if any(is_number(name) or len(name) > LONGEST_NAME for name in found):
+        return "not listed here, because they look like a row. If the first line is one, add a line with names above it"
+    return ", ".join(found)
 
 
 def is_number(text: str) -> bool:
@@ -184,8 +213,11 @@ def _read_csv(path: Path, text: io.TextIOWrapper) -> Table:
 
 def _rows(path: Path, reader: Any, fields: int) -> Iterator[list[str]]:
     """All rows; blank lines are skipped. Errors have the number of the line and nothing of its content."""
+    row: list[str] = []
     try:
         for row in reader:
+            if row == _END:
+                break
             if len(row) == fields:
                 yield row
             elif row:
@@ -198,6 +230,11 @@ def _rows(path: Path, reader: Any, fields: int) -> Iterator[list[str]]:
         raise ConfigurationError(
             f"{path}, line {reader.line_num}: the row cannot be read as CSV. A double quote may be missing."
         ) from None
+    if row != _END:
+        raise ConfigurationError(
+            f"{path}: a double quote is open at the end of the file, so the lines after it are one field. Add the "
+            "quote that is missing."
+        )
 
 
 def _take(rows: list[list[str]], indices: list[dict[str, int]], codes: list[array[int]]) -> int:

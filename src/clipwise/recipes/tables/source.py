@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.counts import NoisedCounts, Released
+from clipwise.recipes.counts import NoisedCounts, ReleasedCounts
 from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
 from clipwise.recipes.tables import defaults, statistics
 from clipwise.recipes.tables.encoder import TableEncoder
 from clipwise.recipes.tables.models import MODELS
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.tables.read import listed, read_table
 from clipwise.recipes.tables.schema import Auto, Category, Hashed, Kind, Schema, Target
 from clipwise.recipes.tables.statistics import Bins
 from clipwise.recipes.tables.values import is_missing
@@ -45,7 +45,7 @@ WEIGHTS = (0.1, 10.0)
 
 @dataclass(frozen=True)
 class Findings:
-    """What noised counts have fixed.
+    """What follows from the noised counts.
 
     Args:
         kinds: the kind of each column that was not declared.
@@ -182,7 +182,7 @@ class TableSource(Source):
         if absent:
             raise ConfigurationError(
                 f"{self.path} has no column {absent[0]!r}, which the schema or the training data has. "
-                f"Its columns are {', '.join(self.table.columns)}."
+                f"Its columns are {listed(self.table.columns)}."
             )
         target = self.schema.target
         if target is not None and target.name in self.schema.columns:
@@ -212,10 +212,8 @@ class TableSource(Source):
         lines = []
         if kinds:
             noise = released.std[plan.histograms[0]]
-            lines.append(
-                f"{_columns(len(kinds))} by {_counts_with(noise)}: "
-                + "; ".join(f"{name}: {text}" for name, text in about.items())
-            )
+            lines.append(f"{_columns(len(kinds))} by {_counts_with(noise)}:")
+            lines += (f"{name}: {text}" for name, text in about.items())
         if target is None:
             return Findings(kinds, Target(""), (), tuple(lines), about)
         complete, label_counts, line = _target_from(target, released, bins, len(rows))
@@ -266,8 +264,8 @@ def _require_enough(rows: int, plan: _Plan, std: Mapping[str, float], target: Ta
         return
     if rows <= SURE * std[LABELS if plan.needs_strings else target.name]:
         raise ConfigurationError(
-            f"{rows} rows are too few to find the labels or the range of the target {target.name!r} by noised counts "
-            "with this budget: give --labels, or declare the target in a schema file."
+            f"With {rows} training row{'s' * (rows != 1)} and this budget, noised counts cannot show the labels or the "
+            f"range of the target {target.name!r}: give --labels, or declare the target in a schema file."
         )
 
 
@@ -285,11 +283,16 @@ def _declared_target(
     return declared if labels is None else Target(declared.name, task, tuple(str(each).strip() for each in labels))
 
 
-def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> tuple[Target, tuple[float, ...], str]:
+def _target_from(
+    target: Target, released: ReleasedCounts, bins: Bins, rows: int
+) -> tuple[Target, tuple[float, ...], str]:
     """The complete target, the noised counts of its labels, and a line for the statement."""
     if target.labels is not None:
         of_labels = released.histograms.get(LABELS)
-        return target, () if of_labels is None else tuple(float(x) for x in of_labels), ""
+        if of_labels is None:
+            return target, (), ""
+        line = f"weights of {len(target.labels)} declared labels by {_counts_with(released.std[LABELS])}"
+        return target, tuple(float(x) for x in of_labels), line
     if target.range is not None:
         return target, (), ""
     shown = dict(released.strings.get(LABELS, {}))
@@ -309,7 +312,8 @@ def _target_from(target: Target, released: Released, bins: Bins, rows: int) -> t
                 "a schema ([target] range = [LOW, HIGH]), or raise epsilon."
             )
         how = "noised" if released.std[target.name] else "exact"
-        line = f"the target is a number from {bounds[0]:.6g} to {bounds[1]:.6g}, by {how} counts"
+        low, high = map(statistics.shown, bounds)
+        line = f"the target is a number from {low} to {high}, by {how} counts"
         return Target(target.name, range=bounds), (), line
     if len(shown) < 2:
         raise ConfigurationError(

@@ -111,7 +111,7 @@ def kind_of(noised_K: NDArray[np.int64], std: float, bins: Bins) -> tuple[Kind, 
         return Mixed(DEFAULT_POINTS, DEFAULT_BUCKETS), "mixed, with public default ranges: the noise hides its values"
     if best == "number":
         points = quantiles(count_K, bins.edges)
-        return Number(points), f"a number, with quantiles from {points[0]:.4g} to {points[-1]:.4g}"
+        return Number(points), f"a number, with quantiles from {shown(points[0])} to {shown(points[-1])}"
     if best == "date":
         years = np.flatnonzero(count_K) + FIRST_YEAR
         low, high = date(int(years[0]), 1, 1), date(int(years[-1]) + 1, 1, 1)
@@ -153,6 +153,11 @@ def occupied(noised_K: NDArray[np.int64], std: float) -> Floats:
             break
         kept = grown
     return np.where(kept, np.maximum(count_K, 0.0), 0.0)
+
+
+def shown(value: float) -> str:
+    """A number with four digits for readers: 26,000 rather than 2.6e+04."""
+    return f"{float(f'{value:.4g}'):,.10g}" if abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _least(bins: int) -> float:

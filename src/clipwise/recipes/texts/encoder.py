@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.class_labels import label_losses, targets
-from clipwise.recipes.kind import Encoder, Settings, Source, Task
+from clipwise.recipes.kind import Source
+from clipwise.recipes.labelled import LabelledEncoder
 from clipwise.recipes.linear import LinearOnFeatures, LinearOnHashedWords
 from clipwise.recipes.texts import sentences
-from clipwise.recipes.texts.defaults import HASHED_WORDS, PLACES, SENTENCES, text_settings
+from clipwise.recipes.texts.defaults import HASHED_WORDS, PLACES, SENTENCES
 from clipwise.recipes.texts.hashing import TOKENS, hashed
 from clipwise.validation.arguments import one_of
 
 if TYPE_CHECKING:
-    from clipwise.recipes.texts.source import TextSource
+    from clipwise.recipes.texts.files import Texts
 
 MODELS = (HASHED_WORDS, SENTENCES)
 _HOW = {
@@ -32,7 +32,7 @@ _HOW = {
 
 
 @dataclass(frozen=True)
-class TextEncoder(Encoder):
+class TextEncoder(LabelledEncoder):
     """How a text becomes the input of a model.
 
     Args:
@@ -52,11 +52,7 @@ class TextEncoder(Encoder):
     model_name: str = HASHED_WORDS
     places: int = PLACES
     kind: ClassVar[str] = "text"
-
-    @property
-    def task(self) -> Task:  # type: ignore[override]
-        """One of the labels."""
-        return Task(labels=self.labels)
+    models: ClassVar[tuple[str, ...]] = MODELS
 
     @property
     def preprocessing(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -64,17 +60,10 @@ class TextEncoder(Encoder):
         how = _HOW[self.model_name].format(places=self.places, sha=sentences.WEIGHTS_SHA256)
         return (self.about_labels, how) if self.about_labels else (how,)
 
-    def for_model(self, name: str) -> TextEncoder:
-        one_of("model", name, MODELS)
-        return replace(self, model_name=name)
-
     def encode(self, source: Source, rows: np.ndarray | None = None) -> TensorDataset:
         texts = self._texts(source)
         rows = np.arange(len(source)) if rows is None else np.asarray(rows)
-        values = texts.labels()
-        if values is None:
-            raise ConfigurationError(f"{source.description}: the texts have no labels to learn or to compare with.")
-        found = targets([values[row] for row in rows.tolist()], self.labels)
+        found = texts.targets(rows, self.labels)
         return TensorDataset(*self.features(texts.texts(rows)), found)
 
     def inputs(self, source: Source) -> tuple[Tensor, ...]:
@@ -84,15 +73,12 @@ class TextEncoder(Encoder):
         """The inputs of these texts."""
         return (sentences.embedded(texts),) if self.model_name == SENTENCES else hashed(texts, self.places)
 
-    def _texts(self, source: Source) -> TextSource:
+    def _texts(self, source: Source) -> Texts:
         from clipwise.recipes.texts.source import TextSource
 
         if not isinstance(source, TextSource):
             raise ConfigurationError(f"This model takes texts, and the data are of the kind {source.kind!r}.")
-        return source
-
-    def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
-        return text_settings(rows, epsilon, preset, self.model_name)
+        return source.records
 
     def model(self, name: str) -> nn.Module:
         one_of("model", name, MODELS)
@@ -110,9 +96,6 @@ class TextEncoder(Encoder):
             return TensorDataset(torch.randn(rows, sentences.SIZE).bfloat16(), labels)
         ids = torch.randint(self.places, (rows, TOKENS), dtype=torch.int32)
         return TensorDataset(ids, torch.randn(rows, TOKENS), labels)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return label_losses(output, target)
 
     def to_dict(self) -> dict[str, Any]:
         found = {key: value for key, value in asdict(self).items() if value is not None}

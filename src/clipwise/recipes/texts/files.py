@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import unicodedata
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.tables.read import read_table
+from clipwise.recipes.labelled import ClassFolders, Records, folders_in
+from clipwise.recipes.tables.read import listed, read_table
 
 _SUFFIX = ".txt"
+_WITHOUT_LABELS = ("unsup",)  # a folder of the IMDB reviews, whose texts have no label
 _PARTS = {"train": ("train", "training"), "test": ("test", "val", "valid", "validation")}
 
 
-class Texts(ABC):
-    """Texts of a file or folder.
-
-    Attributes:
-        description: one line about the format, with the names of columns and without values.
-        names: the classes if the layout states them; else None.
-    """
-
-    description: str
-    names: tuple[str, ...] | None = None
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def labels(self) -> list[str | None] | None:
-        """The label of each text; None if there are none."""
+class Texts(Records):
+    """Texts of a file or folder."""
 
     @abstractmethod
     def texts(self, rows: Iterable[int]) -> list[str]:
@@ -45,8 +31,9 @@ class TableTexts(Texts):
         wanted = [("--text", text)] + ([("--target", target)] if target is not None and needs_target else [])
         for flag, name in wanted:
             if name not in table.columns:
-                known = ", ".join(table.columns)
-                raise ConfigurationError(f"{flag} {name}: {path.name} has no such column. It has: {known}.")
+                raise ConfigurationError(
+                    f"{flag} {name!r} is no column of {path.name}. Its columns are {listed(table.columns)}."
+                )
         if text == target:
             raise ConfigurationError(f"--text and --target both name the column {text}.")
         self._text = table.columns[text]
@@ -68,31 +55,17 @@ class TableTexts(Texts):
         return [self._text.cells[self._text.codes_N[row]] for row in rows]
 
 
-class FolderTexts(Texts):
-    """Text files in one folder for each class, or in a single folder without labels."""
+class FolderTexts(ClassFolders, Texts):
+    """Text files."""
 
     def __init__(self, folder: Path, part: str, encoding: str | None) -> None:
-        folder = _of_part(folder, part)
-        classes = sorted((unicodedata.normalize("NFC", entry.name), entry) for entry in _folders(folder))
-        self._folder, self._encoding = folder, encoding
-        self._files = [(name, file) for name, entry in classes for file in _files(entry)]
-        self.description = "text files, one folder for each class"
-        if self._files:
-            self.names = tuple(name for name, _ in classes)
-        else:
-            self._files = [("", file) for file in _files(folder)]
-            self.description = "text files without labels"
+        super().__init__(_of_part(folder, part), "text", (_SUFFIX,), without=_WITHOUT_LABELS)
+        self._encoding = encoding
         if not self._files:
             raise ConfigurationError(
-                f"{folder.name}: there are no texts in it. Give a folder with one sub-folder of {_SUFFIX} files for "
-                "each class, or a CSV file with --text COLUMN --target COLUMN."
+                f"{self._folder.name}: there are no texts in it. Give a folder with one sub-folder of {_SUFFIX} files "
+                "for each class, or a CSV file with --text COLUMN --target COLUMN."
             )
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def labels(self) -> list[str | None] | None:
-        return None if self.names is None else [name for name, _ in self._files]
 
     def texts(self, rows: Iterable[int]) -> list[str]:
         return [self._read(self._files[row][1]) for row in rows]
@@ -114,18 +87,9 @@ def is_texts(path: Path) -> bool:
 
 def _of_part(folder: Path, part: str) -> Path:
     """The folder of the part if there are folders of parts and no others."""
-    found = {entry.name.lower(): entry for entry in _folders(folder)}
+    found = {entry.name.lower(): entry for entry in folders_in(folder)}
     if not found or not set(found) <= {name for names in _PARTS.values() for name in names}:
         return folder
     if len(found) == 1:
         return next(iter(found.values()))
     return next((found[name] for name in _PARTS[part] if name in found), folder)
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-
-
-def _files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob(f"*{_SUFFIX}") if file.is_file() and not file.name.startswith("."))
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from clipwise.errors import ConfigurationError
-from clipwise.recipes.class_labels import released_labels, require_labels
-from clipwise.recipes.kind import ASSUMED_LABELS, Settings, Source
+from clipwise.recipes.class_labels import require_labels
+from clipwise.recipes.kind import ASSUMED_LABELS, Settings
+from clipwise.recipes.labelled import LabelledSource
 from clipwise.recipes.texts import sentences
 from clipwise.recipes.texts.defaults import HASHED_WORDS, SENTENCES, text_settings
 from clipwise.recipes.texts.encoder import MODELS, TextEncoder
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from clipwise.recipes.counts import NoisedCounts
 
 
-class TextSource(Source):
+class TextSource(LabelledSource):
     """A column of texts in a CSV or Parquet file, or a folder with one sub-folder of text files for each class.
 
     Args:
@@ -51,36 +52,22 @@ class TextSource(Source):
         if not path.exists():
             raise ConfigurationError(f"{path.name}: there is no such file or folder.")
         self._columns = (None, None) if path.is_dir() else (text, target)
-        self._declared = None if labels is None else require_labels(labels)
+        self.declared = None if labels is None else require_labels(labels)
         self._encoding, self._model = encoding, model
-        self._opened = _opened(path, text, target, encoding, part, needs_target)
-        self.description = self._opened.description
+        self.records: Texts = _opened(path, text, target, encoding, part, needs_target)
+        self.description = self.records.description
 
     @staticmethod
     def recognises(path: Path) -> bool:
         """Whether the path is a folder of texts. A column of a file is text if the user names it."""
         return is_texts(path)
 
-    def __len__(self) -> int:
-        return len(self._opened)
-
-    def labels(self) -> list[str | None] | None:
-        """The label of each text; None if there are none."""
-        return self._opened.labels()
-
-    def texts(self, rows: Iterable[int]) -> list[str]:
-        """The texts of these rows."""
-        return self._opened.texts(rows)
-
     @property
     def models(self) -> tuple[str, ...]:
         return MODELS
 
     def require_readable(self, rows: np.ndarray) -> None:
-        self.texts(np.asarray(rows).tolist())
-
-    def needs_counts(self) -> bool:
-        return self._declared is None and self._opened.names is None
+        self.records.texts(rows.tolist())
 
     def defaults(self, rows: int, epsilon: float, preset: str) -> Settings:
         settings = text_settings(rows, epsilon, preset, self._model)
@@ -95,23 +82,9 @@ class TextSource(Source):
         return TextEncoder(ASSUMED_LABELS)
 
     def prepare(self, rows: np.ndarray, counts: NoisedCounts | None) -> TextEncoder:
-        values = self.labels()
-        if values is None:
-            raise ConfigurationError(
-                f"{self.description}: the texts have no labels. Name their column with --target, or put text files "
-                "into one sub-folder for each class."
-            )
-        if self._declared is not None:
-            labels, how = self._declared, "declared"
-        elif self._opened.names is not None:
-            labels, how = require_labels(self._opened.names), "the names of the sub-folders, which are taken as public"
-        else:
-            chosen = [values[row] for row in np.asarray(rows).tolist()]
-            labels = released_labels(chosen, counts, bytes_only=False)
-            how = "released as noised counts of the training texts, within the budget"
-        return TextEncoder(
-            labels, *self._columns, self._encoding, f"The labels are {how}.", self._model or HASHED_WORDS
-        )
+        how_to = "Name their column with --target, or put text files into one sub-folder for each class."
+        labels, about_labels = self.labels_of(rows, counts, how_to)
+        return TextEncoder(labels, *self._columns, self._encoding, about_labels, self._model or HASHED_WORDS)
 
 
 def _opened(

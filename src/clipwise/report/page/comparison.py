@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clipwise.report import plain_words as words
+from clipwise.report import wording
 from clipwise.report.page import charts
 from clipwise.report.page.document import Section, document
 from clipwise.report.page.guarantee import DRAWN, SHOWN, spent_over_steps, warning_box
@@ -57,8 +58,10 @@ def _guarantees(records: Sequence[RunRecord]) -> Html:
     for record in records:
         if record.no_guarantee is None:
             s, risks = record.ledgers[0].spent, record.risks
-            figures = [words.figure(record.epsilon), words.small(record.delta), words.figure(risks.mu, 3)]
-            rows.append([record.name, *figures, words.percent(risks.power(0.01)), f"{s.adjacency} of one {s.unit}"])
+            figures = [words.figure(record.epsilon), wording.small(record.delta), words.figure(risks.mu, 3)]
+            rows.append(
+                [record.name, *figures, wording.percent(risks.power(0.01), 3), f"{s.adjacency} of one {s.unit}"]
+            )
         else:
             rows.append([record.name, tag("span", "none", cls="failed"), "", "", "", ""])
     head = ("run", "epsilon, at most", "delta", "mu, at most", "detected at 1% false alarms", "neighbours, unit")
@@ -88,7 +91,7 @@ def _curves(records: Sequence[RunRecord]) -> Html | None:
         charts.Line(record.name, DRAWN, [record.risks.missed(a) for a in DRAWN], style)
         for record, style in zip(shown, STYLES, strict=False)
     ]
-    rows = [[f"{100 * a:g}%", *(words.percent(record.risks.power(a), 4) for record in shown)] for a in SHOWN]
+    rows = [[f"{100 * a:g}%", *(wording.percent(record.risks.power(a)) for record in shown)] for a in SHOWN]
     curves = charts.figure(
         "tradeoff",
         "Trade-off curves",

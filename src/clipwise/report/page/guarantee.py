@@ -14,9 +14,7 @@ from clipwise.report.record import EVALUATION, LEDGER, Risks, RunRecord
 from clipwise.report.series import chosen_steps, first_steps
 from clipwise.report.statement import Statement
 
-# With more kinds of steps than this, each point takes seconds.
-MOST_KINDS = 64
-POINTS, FEW_POINTS = 14, 6
+POINTS = 14
 # False-alarm rates of the drawn curve, denser where it is most curved, and of its table.
 DRAWN = [(n / 100) ** 2 for n in range(101)]
 SHOWN = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5)
@@ -45,7 +43,7 @@ def headline(record: RunRecord) -> Html | None:
         return None
     unit, power = words.unit_of(record), record.risks.power(words.FALSE_ALARMS)
     figures = [
-        (f"epsilon, at delta {words.small(record.delta)}", words.figure(record.epsilon), words.SCALE),
+        (f"epsilon, at delta {wording.small(record.delta)}", words.figure(record.epsilon), words.SCALE),
         (
             "mu of Gaussian differential privacy",
             words.figure(record.risks.mu, 3),
@@ -109,7 +107,10 @@ def _people(record: RunRecord) -> Html:
 def _beliefs(unit: str, risks: Risks) -> Html:
     rows = []
     for prior in words.PRIORS:
-        beliefs = [f"{100 * prior:g}%", *(words.percent(risks.posterior(prior, alarms)) for alarms in (0.01, 0.001))]
+        beliefs = [
+            f"{100 * prior:g}%",
+            *(wording.percent(risks.posterior(prior, alarms), 3) for alarms in (0.01, 0.001)),
+        ]
         all_odds = [words.odds(p) for p in (prior, *(risks.posterior(prior, alarms) for alarms in (0.01, 0.001)))]
         rows.append([markup(p, tag("small", f"odds {o}")) for p, o in zip(beliefs, all_odds, strict=True)])
     head = ("before", "after an alarm, at most: attack with 1% false alarms", "attack with 0.1% false alarms")
@@ -117,8 +118,8 @@ def _beliefs(unit: str, risks: Risks) -> Html:
 
 
 def _detected(risks: Risks) -> Html:
-    rows = [(f"{100 * rate:g}%", words.percent(risks.power(rate), 4)) for rate in (0.001, 0.01, 0.1)]
-    rows.append(("largest difference", words.percent(risks.advantage, 4)))
+    rows = [(f"{100 * rate:g}%", wording.percent(risks.power(rate))) for rate in (0.001, 0.01, 0.1)]
+    rows.append(("largest difference", wording.percent(risks.advantage)))
     return table("Detection by the best attack", ("false alarms", "detected, at most"), rows, numeric=True)
 
 
@@ -127,7 +128,7 @@ def budget_chart(record: RunRecord, statement: Statement) -> Html | None:
     steps, epsilons = spent_over_steps(record, statement)
     if not all(map(math.isfinite, epsilons)):
         return None
-    last, delta = words.figure(statement.spent.epsilon), words.small(statement.spent.delta)
+    last, delta = words.figure(statement.spent.epsilon), wording.small(statement.spent.delta)
     lines = [charts.Line("epsilon", steps, epsilons)]
     if statement.budget is not None:
         budget = statement.budget
@@ -147,10 +148,8 @@ def budget_chart(record: RunRecord, statement: Statement) -> Html | None:
 def spent_over_steps(record: RunRecord, statement: Statement) -> tuple[list[int], list[float]]:
     """Numbers of steps from 0, and epsilon after each."""
     history, delta = statement.history, statement.spent.delta
-    total = sum(entry.count for entry in history)
-    kinds = len({entry.event for entry in history})
     plan = ledger.read(record.path / LEDGER if record.path.is_dir() else record.path).plan
-    steps = chosen_steps(total, FEW_POINTS if kinds > MOST_KINDS else POINTS)
+    steps = chosen_steps(history, POINTS)
     by = statement.spent.accountant
     return [0, *steps], [0.0, *(multi_run.epsilon_of(first_steps(history, n), delta, by, plan) for n in steps)]
 
@@ -177,7 +176,7 @@ def tradeoff_chart(record: RunRecord) -> Html:
         (
             ("false alarms", "missed, at least", "detected, at most"),
             [
-                (f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", words.percent(risks.power(a), 4))
+                (f"{100 * a:g}%", f"{math.floor(1e4 * risks.missed(a)) / 100:g}%", wording.percent(risks.power(a)))
                 for a in SHOWN
             ],
         ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from html import escape
+from html import escape, unescape
 from typing import TypeAlias
 
 # Elements without content or an end tag.
@@ -80,7 +81,7 @@ def table(
         cls="scroll",
         role="region",
         tabindex=0,
-        aria_label=_text(name),
+        aria_label=unescape(re.sub("<[^>]*>", "", name)),
     )
 
 
@@ -92,13 +93,3 @@ def facts(pairs: Iterable[tuple[Content, Content]]) -> Html:
 def items(lines: Iterable[Content]) -> Html:
     """A bulleted list."""
     return tag("ul", [tag("li", line) for line in lines])
-
-
-def _text(content: Html) -> str:
-    """The text of simple markup, for an attribute."""
-    inside, found = False, []
-    for char in content:
-        inside = char == "<" or (inside and char != ">")
-        if not inside and char != ">":
-            found.append(char)
-    return "".join(found).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")

@@ -15,6 +15,7 @@ from clipwise.report.run_statement import model_of, software
 # The tables of config.toml that the page shows. [encoding] may be long, and [versions] has its own table.
 SHOWN = ("run", "data", "privacy", "training", "evaluation")
 LONGEST = 300
+MANY_LINES = 40
 INTERVAL = "The interval covers the added noise, if any, and the error of a finite sample."
 COVERED = f"{INTERVAL} Figures on private rows are noised releases, and their cost is part of the guarantee."
 
@@ -34,10 +35,17 @@ def data_and_model(record: RunRecord) -> Html:
     if "epochs" in training and "batch_size" in training:
         steps = f", {training['steps']} steps" if "steps" in training else ""
         epochs = f"{words.setting(training['epochs'])} epoch{'s' * (training['epochs'] != 1)}"
-        pairs.append(("length", f"{epochs}{steps}, batches of {training['batch_size']} expected"))
-    lines = record.preprocessing
+        pairs.append(("length", f"{epochs}{steps}, expected batch size {_count(training['batch_size'])}"))
     note = "Not recorded. If it looked at the private data, the guarantee does not cover it."
-    return markup(facts(pairs), tag("h3", "Preparation of the data"), items(lines) if lines else tag("p", note))
+    lines = _preparation(record.preprocessing) if record.preprocessing else tag("p", note)
+    return markup(facts(pairs), tag("h3", "Preparation of the data"), lines)
+
+
+def _preparation(lines: tuple[str, ...]) -> Html:
+    """The lines about the preparation; those of many columns can be opened."""
+    if len(lines) <= MANY_LINES:
+        return items(lines)
+    return tag("details", tag("summary", f"Show {len(lines)} lines"), items(lines))
 
 
 def accuracy(record: RunRecord) -> Html:
