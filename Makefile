@@ -54,7 +54,7 @@ build/browser:
 
 test-integrations: $(STAMP) $(FLOWER)/.installed build/browser  ## frameworks, browser, notebooks, processes, experiments
 	$(BIN)/python -m pytest -n auto -m integration
-	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower.py
+	$(FLOWER)/bin/python -m pytest -n 0 -m integration tests/integrations/test_flower*.py
 
 test-extras: $(STAMP)  ## each extra alone in a fresh environment; ARGS=--lowest: the lowest versions that it allows
 	$(BIN)/python -m tests.extras $(ARGS)

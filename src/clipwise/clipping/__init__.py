@@ -6,6 +6,7 @@ from clipwise.clipping.backprop import Backprop
 from clipwise.clipping.base import Bound, Clipper, Site, Strategy, noised_parts, recorded_strategy
 from clipwise.clipping.batch import Batch, BatchClipper
 from clipwise.clipping.lipschitz import Lipschitz
+from clipwise.clipping.noise_shares import NoiseShares
 from clipwise.clipping.noised_statistics import NoisedStatistics
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.thresholds import Quantile
@@ -18,6 +19,7 @@ __all__ = [
     "Bound",
     "Clipper",
     "Lipschitz",
+    "NoiseShares",
     "NoisedStatistics",
     "PerExample",
     "Quantile",

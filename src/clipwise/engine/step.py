@@ -232,7 +232,7 @@ def gather(context: StepContext, piece: Piece, clipped: dict[str, Tensor]) -> bo
     if context.layout.is_sharded:
         context.layout.reshard()
     with releasing(context):
-        release(context, partial(_noise, context, total), partial(_write, context), piece.check)
+        release(context, partial(_noise, context, total), partial(write_gradient, context), piece.check)
     return True
 
 
@@ -258,7 +258,7 @@ def release(
     context: StepContext,
     noise: Callable[[], dict[str, Tensor]],
     write: Callable[[dict[str, Tensor]], None],
-    check: int = 0,
+    check: int | None = 0,
 ) -> None:
     """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 
@@ -267,9 +267,10 @@ def release(
         noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
         write: writes the released values to `.grad`.
-        check: a digest of the draw, which must be the same on all ranks.
+        check: a digest of the draw, which must be the same on all ranks; None if the step is already charged.
     """
-    charge(context, check)
+    if check is not None:
+        charge(context, check)
     context.is_followed = False
     released = noise()
     context.keys.advance()
@@ -322,9 +323,9 @@ def _noise(context: StepContext, total: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(layout.own_part(context.observer.released(context, dict(layout.whole_release(total)), noised_whole)))
 
 
-def _write(context: StepContext, released: dict[str, Tensor]) -> None:
-    layout = context.layout
-    gradients: Mapping[str, Tensor] = released
+def write_gradient(context: StepContext, released: Mapping[str, Tensor]) -> None:
+    """Write the released values to `.grad`, with public corrections."""
+    layout, gradients = context.layout, released
     if context.plan.public_statistics is not None:
         gradients = context.plan.public_statistics.correct(released, context.parameters)
     if context.clipper.adapts and context.clipper.frozen:
