@@ -220,6 +220,9 @@ def test_what_is_not_supported_is_refused() -> None:
         DistributedFedAvg(nn.Linear(2, 2, dtype=torch.complex64), clients=CLIENTS)
     with pytest.raises(clipwise.ConfigurationError, match="colluding"):
         DistributedFedAvg(wide(), clients=CLIENTS, colluding=CLIENTS)
+    with pytest.raises(clipwise.ConfigurationError, match="sampling='fixed-size'"):
+        noise_of(Grid(idle), colluding=1, sampling="fixed-size", sample_rate=None, batch_size=4)
+    noise_of(Grid(idle), sampling="fixed-size", sample_rate=None, batch_size=4)
 
 
 def test_the_guarantee_against_the_server_is_that_of_single_shares() -> None:

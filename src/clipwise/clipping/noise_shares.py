@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clipwise.clipping.base import StatementText
+from clipwise.clipping.base import Clipper, Site, StatementText
 from clipwise.clipping.batch import Batch
 from clipwise.errors import ConfigurationError
-from clipwise.privacy import Unit
+from clipwise.privacy import Sampling, Unit
 from clipwise.validation.arguments import whole
 
 
@@ -28,7 +28,8 @@ class NoiseShares(Batch):
         clients: n, the number of all clients.
         dropouts: d, the most clients that do not answer in a step. It matters only against a party that sees the sums
             before the server adds the missing shares.
-        colluding: c, the most clients that pool their own shares to subtract them.
+        colluding: c, the most clients that pool their own shares to subtract them. Above 0 it needs Poisson sampling or
+            full batches: under the other schemes their own draws tell something about those of others.
 
     Guarantee:
         - Adjacency and sensitivity of the released models: those of `Batch` with users. They hold against readers of
@@ -61,6 +62,14 @@ class NoiseShares(Batch):
     def honest(self) -> int:
         """n - d - c, the number of clients whose shares are enough noise."""
         return self.clients - self.dropouts - self.colluding
+
+    def attach(self, site: Site) -> Clipper:
+        if self.colluding and site.scheme.sampling not in (Sampling.POISSON, Sampling.FULL):
+            raise ConfigurationError(
+                f"colluding above 0 is not supported with sampling={str(site.scheme.sampling)!r}: clients that were "
+                "not drawn know that others are more likely to be. Use 'poisson' or 'full'."
+            )
+        return super().attach(site)
 
     def describe(self) -> dict[str, Any]:
         counts = {"clients": self.clients, "dropouts": self.dropouts, "colluding": self.colluding}
