@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cell import Cell
-from benchmarks.methods import REFERENCE, unavailable
+from benchmarks.methods import AUTO, REFERENCE, unavailable
 from benchmarks.options import Options
 from benchmarks.peers.measure import BASES, failures, measure_row
 from benchmarks.peers.rows import Row
@@ -96,7 +96,7 @@ def _missing(row: Row, columns: list[str], device: torch.device, results: Result
     failed = failures(cell) if retry else {}
     lacks = {name for name in columns if name not in cell["columns"]}
     lacks |= {name for name in columns if name in failed and unavailable(name, device) is None}
-    return [name for name in columns if name in lacks or name in BASES] if lacks else []
+    return [name for name in columns if name in lacks or name in (*BASES, AUTO)] if lacks else []
 
 
 def _as_before(row: Row, cell: Cell) -> Row:
@@ -113,6 +113,9 @@ def _merged(before: Cell, cell: Cell) -> Cell:
         return before
     columns = before["columns"]
     new = {name: found for name, found in cell["columns"].items() if "failed" in columns.get(name, {"failed": ""})}
+    for name in cell["columns"].keys() - new.keys():
+        found = cell["columns"][name].get("time_over", {})
+        new[name] = {**columns[name], "time_over": found | columns[name]["time_over"]}
     return {**cell, "columns": columns | new, "notes": sorted({*before.get("notes", []), *cell.get("notes", [])})}
 
 

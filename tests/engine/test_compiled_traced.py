@@ -463,6 +463,14 @@ def test_random_layers_draw_from_the_key_of_the_run() -> None:
     assert same(*map(parameters, models))
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_attention_draws_random_numbers_only_with_dropout(rate: float) -> None:
+    q = torch.randn(2, 1, 4, 8)
+    attention = F.scaled_dot_product_attention
+    found = trace(lambda x: [attention(x, x, x, dropout_p=rate)], [q], nn.Identity())
+    assert found.is_random == (rate > 0)
+
+
 def test_another_mode_is_traced_again() -> None:
     (model, private), (expected, plain) = exact_run(), exact_run()
     step = traced(private, model)

@@ -56,6 +56,12 @@ def test_files(tmp_path: Path) -> None:
     assert entries[-1]["step"] == 5
 
 
+def test_a_path_is_no_sink() -> None:
+    _, private = private_run()
+    with pytest.raises(clipwise.ConfigurationError, match="CSVLog"):
+        RunLogger(private, "log.csv")  # type: ignore[arg-type]
+
+
 def test_a_new_value_adds_a_column(tmp_path: Path) -> None:
     CSVLog(tmp_path / "log.csv").log({"epsilon": 1.0}, step=1)
     log = CSVLog(tmp_path / "log.csv")  # of a run that continues

@@ -41,7 +41,7 @@ def composed_delta(total: Composition, epsilon: float, accountant: str = "pld") 
 
 
 def _named(accountant: str) -> Any:
-    if accountant == "clt":
+    if isinstance(accountant, str) and accountant == "clt":
         raise UnsupportedEventError(
             "accountant='clt' is not possible: the central limit theorem approximates epsilon and may fall below "
             "the true value, so it is no guarantee. Use 'pld' for a bound; accounting.central_limit(...) gives "

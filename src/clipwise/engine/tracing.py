@@ -127,9 +127,23 @@ def _lifted(made: GraphModule) -> Traced:
     graph.eliminate_dead_code(_is_impure)
     _require_unchanged(graph)
     called = [node for node in graph.nodes if node.op == "call_function"]
-    is_random = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in called)
+    is_random = any(map(_is_random, called))
     is_coarse = any(getattr(node.meta.get("val"), "dtype", None) in _COARSE for node in called)
     return Traced(GraphModule(nn.Module(), graph), lifted, is_random, is_coarse)
+
+
+def _is_random(node: Node) -> bool:
+    """Whether an operation draws random numbers. Attention without dropout does not."""
+    given = _given(node)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and given.get("dropout_p") != 0
+
+
+def _given(node: Node) -> dict[str, Any]:
+    """The arguments of an operation by name, with those that have their default value."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = () if schema is None else schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def _is_impure(node: Node) -> bool:
@@ -148,7 +162,7 @@ def _require_unchanged(graph: torch.fx.Graph) -> None:
         schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
         if schema is None:
             continue
-        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        given = _given(node)
         for argument in schema.arguments:
             value, alias = given.get(argument.name), argument.alias_info
             if not isinstance(value, Node) or value not in shared or alias is None:

@@ -54,6 +54,9 @@ class RunLogger:
     def __init__(
         self, private: Private, *sinks: Sink, every: int = 1, public: Callable[[], Mapping[str, float]] | None = None
     ) -> None:
+        for sink in sinks:
+            if not callable(getattr(sink, "log", None)):
+                raise ConfigurationError(f"{sink!r} is no sink, which has a method log: give CSVLog(path) or the like.")
         self._private, self._sinks, self._public = private, sinks, public
         self._every = whole("every", every, least=1)
         self._logged = private.steps

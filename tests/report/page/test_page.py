@@ -49,6 +49,13 @@ def test_the_page_answers_its_questions(page: Page) -> None:
     assert "5 categories, released with noise" in page.text and "torch" in page.text
 
 
+def test_an_accuracy_that_is_not_known_has_no_picture(record: RunRecord) -> None:
+    known = record.released[0]
+    unknown = {**known, "value": 0.0, "low": 0.0, "high": 1.0}
+    pages = [report(replace(record, metrics=(line,))) for line in (known, unknown)]
+    assert ['class="interval"' in text for text in pages] == [True, False] and "not known" in pages[1]
+
+
 def test_figures_equal_those_of_the_accountant(run: Path, page: Page) -> None:
     history = of_ledger(run / "ledger").history
     curve = accounting.tradeoff_of(history)

@@ -91,6 +91,8 @@ def _picture(line: Mapping[str, Any], ends: tuple[float, float]) -> Html | None:
     if not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
         return None
     low, value, high = (float(v) for v in values if v is not None)
+    if words.is_share(line) and (low, high) == ends:  # nothing is known
+        return None
     return charts.interval(low, value, high, ends)
 
 
