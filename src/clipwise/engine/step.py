@@ -265,7 +265,6 @@ def release(
     """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 
     Args:
-        context: of the run.
         noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
         write: writes the released values to `.grad`.
