@@ -232,8 +232,14 @@ def test_errors_of_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SOURCE = Path(clipwise.__file__).parent
 PUBLIC = {  # of parameters, of configurations, of public rows
-    *("tuple(p.shape)", "tuple(average.shape)", "tuple(shape)", "self.normalized_shape"),
-    *("self._input_shape", "input_shape"),
+    *(
+        "tuple(p.shape)",
+        "tuple(average.shape)",
+        "tuple(shape)",
+        "self.normalized_shape",
+        "self._input_shape",
+        "input_shape",
+    ),
     *("self._network.output_shape", "len(counts)", "len(found)", "len(expected)", "len(inputs)", "expected_size"),
     *("self.size", "self.rows", "rows", "microbatch_size", "batch_size", "self.batch_size", "self.dataset_size"),
     *("self.expected_size", "self.max_batch_size", "default_limit(self.dataset_size, self.sample_rate)"),

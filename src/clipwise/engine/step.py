@@ -1,11 +1,13 @@
-"""The pipeline of a private step on a `StepContext`, shared by eager and compiled steps.
+"""The pipeline of a private step, shared by eager and compiled steps.
 
-sample -> clip -> record -> noise -> update
+    sample -> clip -> record -> noise -> update
 
-hand_out  sample: checks, then the batch that the loader has drawn
-backward  clip: from losses to the bounded sum of a piece; `gather` adds up the pieces of a batch
-release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and learned values
-update    the optimizer steps on the released gradient
+    hand_out  sample: checks, then the batch that the loader has drawn
+    backward  clip: from losses to the bounded sum of a piece; `gather` adds up the pieces of a batch
+    release   record: the ledger entry is durable before any noise is drawn; noise; then `.grad` and learned values
+    update    the optimizer steps on the released gradient
+
+All state is in the `StepContext`.
 """
 
 from __future__ import annotations
@@ -263,7 +265,6 @@ def release(
     """Charge the ledger, add noise, write the gradient. The secret of this step is overwritten.
 
     Args:
-        context: of the run.
         noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
         write: writes the released values to `.grad`.

@@ -82,13 +82,13 @@ def trace(model: nn.Module, input_shape: Sequence[int], arithmetic: Arithmetic =
         arithmetic: of the products in training.
     """
     require_module(model)
-    shape = plain(input_shape)
-    if not (isinstance(shape, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in shape)):
+    given = plain(input_shape)
+    if not (isinstance(given, (list, tuple)) and all(isinstance(n, int) and n > 0 for n in given)):
         raise ConfigurationError(
-            f"input_shape must be the sizes of one example without the batch, such as (1, 28, 28), not {input_shape!r}."
+            f"input_shape must be the sizes of one example without the batch, such as (1, 28, 28), not {given!r}."
         )
     module = fx.GraphModule(model, graph_of(model))
-    return _Walk(model, module, tuple(shape), Rounding(unit_of(model), arithmetic)).network()
+    return _Walk(model, module, tuple(given), Rounding(unit_of(model), arithmetic)).network()
 
 
 class _Walk:
@@ -215,7 +215,9 @@ class _Walk:
         elif value.dtype not in (torch.float32, torch.float64):
             reason = f"it returns {value.dtype}: the rounding of half precision is too large, leave dtype out"
         elif any(n and n % _EXAMPLES == 0 for n in value.shape[1:]):
-            reason = "it combines each example with all others: give operands the same number of dimensions"
+            reason = (
+                "its result has the examples along a second dimension too: give operands the same number of dimensions"
+            )
         else:
             return
         raise refusal(where, target, reason)
