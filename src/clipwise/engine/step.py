@@ -267,7 +267,6 @@ def release(
     Args:
         noise: adds the noise of this step's key to the sums and divides. A compiled step only copies its keys to the
             device here, and returns the memory that `write` fills.
-        write: writes the released values to `.grad`.
         check: a digest of the draw, which must be the same on all ranks; None if the step is already charged.
     """
     if check is not None:
