@@ -589,6 +589,20 @@ def test_inductor_bounds_an_example_whose_positions_cancel() -> None:
 
 
 @pytest.mark.slow
+def test_inductor_rounds_no_sum_within_autocast() -> None:
+    if not inductor.is_available("cpu"):
+        pytest.skip("needs a C++ compiler")
+    model, private = private_run()
+    next(iter(private.loader))
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = TracedSum(private._context, loss_with(model), 6, data(6).tensors)
+        graph.rows.fill(data(6).tensors, 6)
+        sums, _ = graph.run()
+    for found in sums.values():
+        assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
+
+
+@pytest.mark.slow
 def test_inductor_finds_a_step_that_it_compiled_before() -> None:
     if not inductor.is_available("cpu"):
         pytest.skip("needs a C++ compiler")

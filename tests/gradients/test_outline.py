@@ -216,3 +216,23 @@ def test_a_tied_weight_is_not_written_out_however_it_is_transposed(turn: Callabl
     losses = (table(torch.randint(0, 9, (3, 5))).tanh() @ turn(table.weight)).exp().sum((1, 2))
     found = per_example_gradients(losses, trainable(table), Memory())
     assert isinstance(found.by_parameter["weight"].form, Tied)
+
+
+def test_a_tied_weight_is_not_written_out_under_autocast() -> None:
+    """The head has a cast of the table to bfloat16, the lookup has none."""
+    torch.manual_seed(0)
+    table = nn.Embedding(9, 4)
+    ids = torch.randint(0, 9, (3, 5))
+
+    def losses() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.linear(table(ids).tanh(), table.weight).float().exp().sum((1, 2))
+
+    found = per_example_gradients(losses(), trainable(table), Memory())
+    assert isinstance(found.by_parameter["weight"].form, Tied)
+    expected = by_loop(losses(), trainable(table)).instantiate(slice(0, 3))["weight"]
+    torch.testing.assert_close(found.instantiate(slice(0, 3))["weight"], expected, rtol=2e-2, atol=2e-2)
+    weights = {"weight": torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)}
+    summed = expected[0] + 0.5 * expected[2]
+    torch.testing.assert_close(found.weighted_sums(weights)["weight"], summed, rtol=2e-2, atol=2e-2)
+    assert (found.squared_norms()["weight"] >= expected.double().flatten(1).square().sum(1) * (1 - 2**-6)).all()

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from clipwise.gradients.precision import without_autocast
+
 if TYPE_CHECKING:
     from clipwise.engine.tracing import Traced
 
@@ -70,7 +72,8 @@ def compiled(traced: Traced, inputs: Sequence[Tensor]) -> CompiledRun:
     options = _COMPUTED_ONCE | {"fallback_random": traced.is_random}
     # Inductor's cache takes only graphs with a ShapeEnv. All shapes are constant.
     shapes = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with torch.no_grad(), tracing(TracingContext(shapes)):
+    # A cast of autocast in the graph would round sums over examples.
+    with torch.no_grad(), without_autocast(), tracing(TracingContext(shapes)):
         run: CompiledRun = compile_graph(traced.graph, [*inputs, *traced.lifted], options=options)
     _log.info("Compiled the private step in %.0f s.", time.perf_counter() - begin)
     return run

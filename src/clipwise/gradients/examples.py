@@ -44,7 +44,7 @@ class Path:
     number: int
     parameters: Parameters
     isometric: bool
-    steps: tuple[str, ...] = ()  # the operations of an isometric path
+    steps: tuple[str, ...] = ()  # the operations of an isometric path, without casts
     nodes: tuple[Node, ...] = ()  # their nodes; empty if autograd is not needed
 
     @classmethod
@@ -71,7 +71,7 @@ class Path:
         """Carry the gradients of several examples back to one parameter, each separately: [b, ...]."""
         if self.isometric and self.steps in BY_HAND:
             transposes = self.steps == _TRANSPOSE and gradients_b.dim() == 3
-            return gradients_b.mT if transposes else gradients_b
+            return (gradients_b.mT if transposes else gradients_b).to(self.parameters[name].device)
         gradients_b = gradients_b.to(dtype_at(self.source, self.number))
         back = partial(self._backward, name)
         try:
@@ -228,6 +228,8 @@ def _side_by_side(uses: list[Contribution]) -> Form | None:
         return None
     heads = [f for f in others if isinstance(f, Head)]
     rows = [f for f in others if isinstance(f, Rows)]
+    if len({t.device for t in [*(f.g for f in rows), *(factor for pair in products for factor in pair)]}) > 1:
+        return None
     if len(rows) < len(others) or len({f.V for f in rows}) > 1:
         if len(heads) == 1 and len(rows) == len(uses) - 1 and {f.V for f in rows} <= {heads[0].shape[0]}:
             return heads[0].with_rows(_one_table(rows)) if rows else heads[0]

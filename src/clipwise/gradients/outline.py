@@ -134,7 +134,7 @@ class Route:
     parameters: tuple[str, ...]
     isometric: bool
     places: tuple[int, ...]  # of an isometric route
-    steps: tuple[str, ...]  # the operations at these places
+    steps: tuple[str, ...]  # the operations at these places, without casts: gradients keep their precision
 
     @cached_property
     def is_by_hand(self) -> bool:
@@ -303,7 +303,8 @@ class GraphPlan:
                 return Route(source, number, self._parameters_behind(source), False, (), ())
             places.append(place)
             place = inputs[0][0]
-        steps = tuple(TRANSPOSE if entries[i].cuts == TRANSPOSE else entries[i].name for i in places)
+        moves = (entries[i] for i in places if entries[i].name not in CASTS)
+        steps = tuple(TRANSPOSE if entry.cuts == TRANSPOSE else entry.name for entry in moves)
         return Route(source, number, (entries[place].name,), True, tuple(places), steps)
 
     def _parameters_behind(self, source: int) -> tuple[str, ...]:
