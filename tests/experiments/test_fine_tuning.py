@@ -63,9 +63,9 @@ def test_the_encoder_is_fine_tuned_with_adapters_and_whole(tmp_path: Path, monke
     ).save_pretrained(tmp_path)  # fmt: skip
     monkeypatch.setattr(train, "BATCH", 10)
     monkeypatch.setattr(train, "SETTINGS", dict.fromkeys(("lora", "full"), train.Settings(1, 1e-3)))
-    texts = [(torch.randint(3, 40, (17 + i % 13,)).tolist(), i % 2) for i in range(40)]
+    texts, tests = ([(torch.randint(3, 40, (17 + i % 13,)).tolist(), i % 2) for i in range(40)] for _ in range(2))
     for method, epsilon in (("lora", 8.0), ("full", 8.0), ("lora", None)):
-        found = train.train_encoder(method, texts, texts, epsilon, 0, CPU, 5, tmp_path)
+        found = train.train_encoder(method, texts, tests, epsilon, 0, CPU, 5, tmp_path)
         assert 0 <= found["accuracy"] <= 1
         assert epsilon is None or 7.5 < found["epsilon"] <= 8.0
 
