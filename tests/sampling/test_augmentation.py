@@ -230,7 +230,7 @@ def test_coupled_views_are_still_found():
         private.step(plain_losses(model, x - x.mean(0), y))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8", 10**30])
 def test_a_wrong_number_of_views_is_named(wrong):
     with pytest.raises(ConfigurationError, match="augmentation_multiplicity"):
         run_with(wrong)

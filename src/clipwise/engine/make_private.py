@@ -38,7 +38,7 @@ from clipwise.ledger.multi_run import Held
 from clipwise.ledger.run_description import About
 from clipwise.optim.averaging import AveragedParameters, Penalty, require_penalty
 from clipwise.privacy import Adjacency, Sampling, Unit, effective_multiplier
-from clipwise.sampling.augmentation import Views
+from clipwise.sampling.augmentation import MOST_VIEWS, Views
 from clipwise.sampling.base import Scheme
 from clipwise.sampling.fetch import Fetcher
 from clipwise.sampling.microbatches import ByUser, microbatches_of
@@ -296,7 +296,7 @@ def _draws(scheme: Scheme, adjacency: str | Adjacency | None, strategy: Strategy
 
 
 def _views(multiplicity: object, augmentation: Views | None, strategy: Strategy) -> Views | None:
-    count = whole("augmentation_multiplicity", multiplicity, least=1)
+    count = whole("augmentation_multiplicity", multiplicity, least=1, most=MOST_VIEWS)
     if augmentation is None:
         if count == 1:
             return None

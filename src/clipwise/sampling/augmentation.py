@@ -64,7 +64,7 @@ class Flip:
         return torch.where(flips_B.view(-1, 1, 1, 1), x_BCHW.flip(3), x_BCHW)
 
 
-_MOST_VIEWS = 10_000
+MOST_VIEWS = 10_000
 
 
 class Views:
@@ -77,7 +77,7 @@ class Views:
     """
 
     def __init__(self, count: int, *draws: Draw) -> None:
-        self.count = whole("augmentation, Views: the number of views", count, least=1, most=_MOST_VIEWS)
+        self.count = whole("augmentation, Views: the number of views", count, least=1, most=MOST_VIEWS)
         for draw in draws:
             if isinstance(draw, type) or not callable(draw):
                 raise ConfigurationError(
