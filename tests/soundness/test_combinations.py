@@ -42,6 +42,7 @@ def test_the_table_has_every_strategy_and_unit() -> None:
     for cls in found:
         found += cls.__subclasses__()
     names = {cls.__name__ for cls in found if "name" in vars(cls) and cls.__module__.startswith("clipwise.")}
+    names.discard("NoiseShares")  # a Batch with users whose clients add the noise: the rows of Batch are its rows
     assert names == {name.partition("(")[0] for name in STRATEGIES}
     # No strategy has the microbatch as its unit: units are users with group=, and otherwise records.
     assert {cls.unit for cls in (PerExample, Batch, Lipschitz, Backprop)} == {Unit.RECORD}
