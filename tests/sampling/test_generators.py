@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from clipwise import Private, make_private
 from clipwise.errors import PrivacyWarning, StepError
 from clipwise.sampling.generators import generator_from, private_generator
-from clipwise.validation.step_guard import is_seeded_by_hand
+from clipwise.validation.training_loop import is_seeded_by_hand
 from tests.runs import private_run
 
 CPU = {torch.device("cpu")}

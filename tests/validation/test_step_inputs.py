@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from clipwise.errors import ConfigurationError, StepError
-from clipwise.validation.step_guard import require_losses
-from clipwise.validation.step_inputs import require_real, trainable_parameters
+from clipwise.validation.step_inputs import require_losses, require_real, trainable_parameters
 
 B, T, D = 7, 4, 5
 

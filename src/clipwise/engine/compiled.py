@@ -32,7 +32,7 @@ from clipwise.errors import ClipwiseError, ConfigurationError
 from clipwise.sampling.batch_structure import arguments_of, map_tensors, tensors_in
 from clipwise.validation.arguments import one_of, whole
 from clipwise.validation.marked import plain
-from clipwise.validation.step_guard import require_rows
+from clipwise.validation.step_inputs import require_rows
 from clipwise.validation.uncompiled import uncompiled_loss
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from clipwise.sampling.microbatches import ByUser
 from clipwise.validation import training_loop
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.first_batches import Loss, ReplacementTest
-from clipwise.validation.step_guard import LoopWarnings, StepGuard
+from clipwise.validation.step_guard import StepGuard
+from clipwise.validation.training_loop import LoopWarnings
 from clipwise.validation.verified_weights import VerifiedWeights
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from clipwise.engine.context import StepContext
 from clipwise.errors import StepError
 from clipwise.sampling.batch_structure import map_tensors, tensors_in
-from clipwise.validation.step_guard import require_losses
+from clipwise.validation.step_inputs import require_losses
 
 
 class FixedRows:

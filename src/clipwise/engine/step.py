@@ -36,7 +36,7 @@ from clipwise.sampling import generators
 from clipwise.sampling.loader import Piece
 from clipwise.validation import training_loop
 from clipwise.validation.first_batches import recommend_check
-from clipwise.validation.step_guard import require_losses
+from clipwise.validation.step_inputs import require_losses
 
 P = ParamSpec("P")
 T = TypeVar("T")

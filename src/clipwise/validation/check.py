@@ -26,8 +26,8 @@ from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.inventory import Inventory
 from clipwise.validation.random_state import fixed_random_state
 from clipwise.validation.replacement import Trial
-from clipwise.validation.step_guard import BufferGuard, require_losses
-from clipwise.validation.step_inputs import require_no_batch_statistics
+from clipwise.validation.step_guard import BufferGuard
+from clipwise.validation.step_inputs import require_losses, require_no_batch_statistics
 from clipwise.validation.uncompiled import uncompiled
 
 Loss = Callable[..., Tensor]

@@ -39,7 +39,7 @@ from clipwise.layers.clipped import unclipped
 from clipwise.sampling.batch_structure import evaluating, tensors_in
 from clipwise.validation.coupling import IndependenceProbe
 from clipwise.validation.random_state import fixed_random_state, random_state_now, with_other_tensors
-from clipwise.validation.step_guard import require_losses
+from clipwise.validation.step_inputs import require_losses
 
 FLOAT32 = torch.finfo(torch.float32).eps
 

@@ -1,15 +1,17 @@
-"""Checks of the model of a run: its parameters and its layers."""
+"""Checks of the inputs of a step: parameters, layers, losses and batches. No message holds a data value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from clipwise.errors import ConfigurationError, UnsupportedModelError
+from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers.batch_statistics import BatchStatisticsNorm, ReleasedStatisticsNorm
-from clipwise.validation.coupling import USE_BATCH
+from clipwise.sampling.batch_structure import tensors_in
+from clipwise.validation.coupling import PAIRS, USE_BATCH
+from clipwise.validation.marked import tracked
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -123,4 +125,53 @@ def require_no_statistics_in(name: str, module: nn.Module, is_coupled: bool = Fa
         raise UnsupportedModelError(
             f"{layer} keeps running statistics of private data. Build it with track_running_stats=False, or freeze it "
             f"with .eval(). {_LEARNED}"
+        )
+
+
+def require_losses(losses: object, size: int, is_coupled: bool = False) -> Tensor:
+    """Return losses that are one per example and carry a gradient, or raise. The batch size is secret: not in messages.
+
+    With `is_coupled` (whole microbatches are clipped) a single number is accepted.
+    """
+    if not isinstance(losses, Tensor):
+        raise StepError(f"losses must be a tensor with one loss per example, not {type(losses).__name__}.")
+    if type(losses) is not Tensor:
+        losses = tracked(losses)
+    if is_coupled and size == 0 and (losses.dim() == 0 or losses.shape == (0,)):
+        return torch.zeros(0)  # the loss of an empty microbatch is not used
+    if losses.dim() == 0 and not is_coupled:
+        raise StepError(
+            "losses is a single number, so the examples cannot be separated. Give one loss per example: use "
+            "reduction='none' and no mean or sum over the batch."
+        )
+    if losses.shape == (size, size) and size > 1:
+        raise StepError(f"{PAIRS} If the second dimension counts positions instead, sum or average over it.")
+    if losses.dim() > 1:
+        raise StepError(
+            f"losses has {losses.dim()} dimensions. Give one loss per example: first make sure that outputs and "
+            "targets have the same shape, then sum or average over each example's positions, as in "
+            "losses.flatten(1).sum(1)."
+        )
+    if losses.dim() == 1 and len(losses) != size:
+        raise StepError(
+            "losses does not have one entry for each example of the batch that private.loader returned. "
+            "Do not drop, repeat or pool examples."
+        )
+    if not losses.is_floating_point():
+        raise StepError(f"losses is {losses.dtype}: it must be real floating point.")
+    if not losses.requires_grad:
+        raise StepError(
+            "losses carries no gradient: compute it from the model's output, with gradients enabled "
+            "(no torch.no_grad, no .detach())."
+        )
+    return losses
+
+
+def require_rows(batch: object, size: int) -> None:
+    """Raise if a compiled step does not get the loader's last batch. The batch size is secret: not in messages."""
+    rows = {len(t) for t in tensors_in(batch) if t.dim()}
+    if rows != {size}:
+        raise StepError(
+            "step(*batch) takes the last batch of private.loader: tensors with a first dimension that counts its "
+            "examples. Do not drop, repeat or pool examples, and add nothing else to it."
         )

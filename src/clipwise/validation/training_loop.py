@@ -6,13 +6,15 @@ The user steps the optimizer. Hooks on its `step` distinguish updates on release
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from clipwise.errors import ConfigurationError, StepError, warn
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 # By the id of a parameter. The run keeps the parameter alive.
 _RUNS: WeakValueDictionary[int, StepContext] = WeakValueDictionary()
 _LEAST_SCALE = 128.0  # of a GradScaler, which starts at 65536
+_SOURCES = ("", "key", "torch", "seeded")  # of random layers' draws, strongest first; "" before the first step
 
 DECLARED = ("public", "post-processing")
 
@@ -108,3 +111,108 @@ def require_no_loss_scaling(losses: Tensor) -> None:
                     "reach max_norm. Remove the scaler, call private.step(losses), and use autocast with "
                     "torch.bfloat16, which needs no scaling."
                 )
+
+
+class LoopWarnings:
+    """Checks model and optimizer at every step, and warns of each mistake once.
+
+    Attributes:
+        follows_metric: whether a scheduler sets the learning rate from a metric.
+        draws: the weakest source of random layers' draws so far: the run's "key", "torch", or "seeded".
+        draws_from_key: whether random layers draw from the run's key for the current batch.
+        is_reproducible: whether the run has a given seed, and so makes no claim that needs a secret one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.follows_metric = self.draws_from_key = self.is_reproducible = False
+        self.draws = ""
+        self._model, self._optimizer = model, optimizer
+        self._devices = {p.device for p in model.parameters()}
+        self._looked_at = (False, 0, "torch")
+        self._rates: list[float] | None = self._rates_now()  # until their first change
+        self._warned_of_mode = False
+
+    def merge(self, draws: str, follows_metric: bool) -> bool:
+        """Take over what another rank found. Returns whether the statement has to change."""
+        before = self.draws, self.follows_metric
+        self.draws = max(self.draws, draws, key=_SOURCES.index)
+        self.follows_metric |= follows_metric
+        return before != (self.draws, self.follows_metric)
+
+    def before_step(self) -> bool:
+        """Check before the step of a batch. Returns whether the statement has to change."""
+        if not self._model.training and not self._warned_of_mode:
+            self._look_at_mode()
+        return self._look_at_rates() | self._look_at_draws()
+
+    def _look_at_mode(self) -> None:
+        for name, module in self._model.named_modules():
+            if _is_random_in_training(module):
+                self._warned_of_mode = True
+                return warn(
+                    f"The model is in .eval(), so layer {name!r} ({type(module).__name__}) drops nothing in training. "
+                    "If .eval() is left over from an evaluation, call model.train() before the next step."
+                )
+
+    def _look_at_rates(self) -> bool:
+        if self.follows_metric or self._rates is None or self._rates_now() == self._rates:
+            return False
+        self._rates = None  # the search takes milliseconds: it runs at the first change only
+        self.follows_metric = any(map(_is_fed_scheduler, gc.get_referrers(self._optimizer)))
+        if self.follows_metric:
+            warn(
+                "The learning rate follows a metric (ReduceLROnPlateau). If that is a loss or an accuracy of the "
+                "private data, it is a release that is not accounted: use a metric of public data, or a scheduler "
+                "that only counts steps. The privacy statement reports it."
+            )
+        return self.follows_metric
+
+    def _look_at_draws(self) -> bool:
+        """Return whether random layers draw from a weaker source than before; warn of a manual seed."""
+        found = "key" if self.draws_from_key else "torch"
+        if found == "torch" and not self.is_reproducible and is_seeded_by_hand(self._devices):
+            found = self._seeded_or_torch()
+        if _SOURCES.index(found) <= _SOURCES.index(self.draws):
+            return False
+        self.draws = found
+        if found == "seeded":
+            warn(
+                "torch's generator was seeded by hand (torch.manual_seed), and the model has random layers, such as "
+                "dropout, that draw from it. The numbers of a record depend on the records before it in the batch. "
+                "With a known seed, the removal of one record is visible in the draws of others, and no clip bounds "
+                "that. Compute the losses inside `with private.randomness():`, or call torch.seed() after the model "
+                "is initialised. The privacy statement reports it."
+            )
+        return True
+
+    def _seeded_or_torch(self) -> str:
+        """Return "seeded" if a random layer is active, else "torch". Cached per training mode and seed."""
+        now = self._model.training, torch.initial_seed()
+        if now != self._looked_at[:2]:
+            is_random = any(m.training and _is_random_in_training(m) for m in self._model.modules())
+            self._looked_at = (*now, "seeded" if is_random else "torch")
+        return self._looked_at[2]
+
+    def _rates_now(self) -> list[float]:
+        """Return learning rates that are numbers: reading a tensor would synchronise, and schedulers set numbers."""
+        return [g["lr"] for g in self._optimizer.param_groups if isinstance(g.get("lr"), (int, float))]
+
+
+def is_seeded_by_hand(devices: Iterable[torch.device]) -> bool:
+    """Whether a global generator of these devices has a seed below 2^32, as users choose.
+
+    Torch seeds its generators with 64 random bits (53 in some versions) when a process starts.
+    """
+    by_kind = {"cpu": (torch.default_generator,), "cuda": torch.cuda.default_generators}
+    return any(0 <= by_kind[d.type][d.index or 0].initial_seed() < 2**32 for d in devices if d.type in by_kind)
+
+
+def _is_fed_scheduler(holder: object) -> bool:
+    return isinstance(holder, ReduceLROnPlateau) or (isinstance(holder, dict) and "num_bad_epochs" in holder)
+
+
+def _is_random_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    dropout = getattr(module, "dropout", 0)  # of recurrent and attention layers
+    return isinstance(dropout, float) and dropout > 0
