@@ -12,7 +12,8 @@ from torch import nn
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.batch import Batch
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, RandomLayer
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.per_example import PerExample
 from clipwise.clipping.public import PublicData

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, RandomLayer
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import Policy

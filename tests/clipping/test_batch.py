@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clipwise import Batch
 from clipwise.clipping import BatchClipper, PerExample, Quantile, batch
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.policies import RandomLayer
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.privacy import Adjacency, Sampling, Unit
 from clipwise.sampling.schemes import make_scheme

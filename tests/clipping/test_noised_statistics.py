@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipwise import Batch, NoisedStatistics
 from clipwise.clipping import Bound, noised_parts
 from clipwise.clipping.batch import BatchClipper
-from clipwise.clipping.contrib.policies import RandomLayer
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.noised_statistics import LayerStatistics
 from clipwise.errors import ConfigurationError, StepError, UnsupportedModelError
 from clipwise.layers import BatchStatisticsNorm, without_running_statistics

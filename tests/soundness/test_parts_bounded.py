@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clipwise import clipping
 from clipwise.clipping import Clipper, PerExample, noised_parts
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.policies import Alone
+from clipwise.clipping.contrib.random_layer import Alone
 from clipwise.clipping.public import PublicData
 from clipwise.clipping.thresholds import Constants
 from clipwise.errors import UnsupportedModelError

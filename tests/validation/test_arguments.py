@@ -17,7 +17,8 @@ from clipwise import Batch, Lipschitz, PerExample, layers, lipschitz
 from clipwise.clipping import Quantile
 from clipwise.clipping.base import Strategy
 from clipwise.clipping.contrib.decay import NormDecay
-from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers, RandomLayer
+from clipwise.clipping.contrib.policies import Adaptive, ByNorm, Multipliers
+from clipwise.clipping.contrib.random_layer import RandomLayer
 from clipwise.clipping.contrib.sparse import Sparse
 from clipwise.clipping.contrib.typical import ReleasedNorms
 from clipwise.engine import checkpoint

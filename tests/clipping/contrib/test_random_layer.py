@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise import PerExample
-from clipwise.clipping.contrib.policies import Alone, RandomLayer
+from clipwise.clipping.contrib.random_layer import Alone, RandomLayer
 from clipwise.errors import StepError
 from clipwise.gradients import METHODS
 from clipwise.privacy import effective_multiplier

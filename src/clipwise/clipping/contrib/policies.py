@@ -1,4 +1,4 @@
-"""Policies: scale factors, clipping norms and groups of layers from typical norms, or one random layer per example."""
+"""Policies from typical norms: scale factors, clipping norms and groups of layers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from clipwise.clipping.base import Site
@@ -20,7 +17,7 @@ from clipwise.clipping.contrib.typical import OF, Estimated, PublicNorms, Releas
 from clipwise.clipping.public import PublicData, require_public
 from clipwise.clipping.thresholds import Constants, Groups, Policy, described_groups, group_parameters
 from clipwise.deprecation import renamed_fields
-from clipwise.errors import ConfigurationError, StepError
+from clipwise.errors import ConfigurationError
 from clipwise.gradients.real_views import dimension
 from clipwise.validation.arguments import one_of, require_bool, whole, with_plain_numbers
 
@@ -334,51 +331,3 @@ def best_cuts(values: Sequence[float], runs: int) -> list[int]:
             if any(a < b for a in best)
         }
     return best[n][1]
-
-
-@dataclass(frozen=True)
-class RandomLayer(Policy):
-    """Each example (or microbatch) contributes to one of K parts, drawn uniformly in each step.
-
-    Its gradient in that part is clipped to C = max_norm, and is 0 in the others. A part has L / K examples on average,
-    and the noised sum is divided by L / K: in expectation this is the layerwise clipped mean gradient.
-
-    Args:
-        groups: the parts: "layer", "tensor", or lists of names.
-
-    Guarantee:
-        - Sensitivity: a unit changes one part only, by at most S_k = C or 2 C, depending on the strategy.
-        - The draws do not depend on the records, so neighbours are compared at equal draws (both vectors of a replaced
-          record are in the same part). Given the draw, the release is a Gaussian mechanism with multiplier s_k / S_k.
-          A mixture over secret draws is no worse than the worst of them.
-        - The multiplier of the step is min_k s_k / S_k, without a factor sqrt(K). No amplification by the draw is
-          claimed.
-    """
-
-    groups: Groups = "layer"
-
-    def constants(self, max_norm: float, site: Site) -> Constants:
-        groups = group_parameters(self.groups, site.parameters, "RandomLayer: groups")
-        return Alone(groups, dict.fromkeys(groups, float(max_norm)))
-
-    def describe(self) -> dict[str, Any]:
-        return {"rule": "random layer", "groups": described_groups(self.groups)}
-
-
-class Alone(Constants):
-    """`RandomLayer` for one model."""
-
-    alone = True
-
-    def __init__(self, groups: dict[str, list[str]], norms: dict[str, float]) -> None:
-        super().__init__(groups, norms)
-        self.share = 1 / len(groups)  # expected fraction of the vectors in each part
-
-    def chosen(self, secret: bytes, vectors: int) -> dict[str, Tensor]:
-        """The vectors of each part; every vector is in exactly one."""
-        if not secret:
-            raise StepError("RandomLayer has no secret key to draw from: this is an internal error, please report it.")
-        digest = blake2b(secret, digest_size=16, person=b"clipwise.layer").digest()
-        random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-        drawn = torch.from_numpy(random.integers(len(self.groups), size=vectors))
-        return {part: drawn == number for number, part in enumerate(self.groups)}
