@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipwise.recipes.tables.schema import Date, Hashed, Ignored, Mixed, Number
-from clipwise.recipes.tables.statistics import Bins, kind_of, occupied, quantiles, range_of
+from clipwise.recipes.tables.statistics import TARGET_MARGIN, Bins, kind_of, occupied, quantiles, range_of
 from clipwise.recipes.tables.values import MISSING, bucket, to_date
 
 FINE = Bins(8, 256)
@@ -75,8 +75,14 @@ def test_dates_text_ids_and_hidden_columns() -> None:
 @pytest.mark.parametrize("bins", [120, 600])
 def test_noise_alone_is_rarely_taken_for_values(bins: int) -> None:
     random = np.random.default_rng(2)
-    found = sum(occupied(np.rint(40 * random.standard_normal(bins)), 40.0).any() for _ in range(300))
-    assert found < 60  # few percent for each of the window sizes
+    noise = [np.rint(40 * random.standard_normal(bins)) for _ in range(300)]
+    assert 5 < sum(occupied(each, 40.0).any() for each in noise) < 40  # few percent for each of the window sizes
+    assert not any(occupied(each, 40.0, TARGET_MARGIN).any() for each in noise)
+
+
+def test_noise_alone_is_no_range_of_a_target() -> None:
+    texts = [f"label {row}" for row in range(200)]
+    assert all(range_of(noised(texts, 20.0, seed, Bins(2, 32)), 20.0, Bins(2, 32)) == (None, 0) for seed in range(200))
 
 
 def test_wide_windows_find_what_is_spread_out() -> None:
