@@ -158,9 +158,14 @@ class PrivacyEngine:
         return self
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon of all releases so far, at most the budget. Raises if something else changed the weights."""
+        """Epsilon of all releases so far. Raises if something else changed the weights.
+
+        Where the looser accountant "rdp" passes the budget, the tight one is used: the steps were planned with it.
+        """
         found = self.private.spent(delta=delta, accountant=self._accountant).epsilon
-        return found if self._budget is None or self._budget[1] != delta else min(found, self._budget[0])
+        if self._budget is None or self._budget[1] != delta or found <= self._budget[0]:
+            return found
+        return min(found, self.private.spent(delta=delta).epsilon)
 
     def save_checkpoint(
         self,
