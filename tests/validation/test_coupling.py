@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.errors import CoupledExamplesError
-from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.coupling import IndependenceProbe, _behind
 
 B, T, D = 7, 4, 5
 
@@ -300,3 +300,30 @@ def test_matching_shapes_are_no_pairs() -> None:
         looking.examine((out - row).square().sum(1))
         looking.examine((out - levels).abs().sum(1))
         looking.examine((y[:, None] * scale).square().sum(1))
+
+
+def test_frozen_layers_are_recorded_only_until_they_are_examined(passes: Passes) -> None:
+    """Recording keeps their activations, which training without privacy does not."""
+    looking = IndependenceProbe()
+    frozen, head = nn.Sequential(nn.Linear(D, 8), nn.Tanh()).requires_grad_(False), nn.Linear(8, 3)
+    recorded = []
+    for _ in range(8):
+        x, y = looking.mark(vectors())
+        losses = cross_entropy(head(frozen(x)), y)
+        looking.examine(losses)
+        recorded.append("TanhBackward0" in _behind(losses)[1])
+    assert recorded[:2] == [True, True] and recorded[-2:] == [False, False]
+
+    def centred_later() -> None:
+        x, y = looking.mark(vectors())
+        looking.examine(centred(cross_entropy(head(frozen(x)), y)))
+
+    centred_later()  # new operations: the probe runs on the next batch
+    with pytest.raises(CoupledExamplesError):
+        centred_later()
+
+
+def test_coupling_in_frozen_layers_is_found() -> None:
+    frozen, head = nn.Linear(D, 8).requires_grad_(False), nn.Linear(8, 3)
+    with pytest.raises(CoupledExamplesError):
+        probe(lambda x, y: cross_entropy(head(centred(frozen(x))), y), vectors)

@@ -7,6 +7,10 @@ as examined once a gradient has arrived there. The probe runs before the release
     - on the first batches, and on the first batches of any graph with new operations;
     - on a batch in which a place without gradients so far gets one.
 
+To reach the inputs, autograd must record frozen layers too, and keep their activations. So once every place is
+examined, a model whose batch goes through frozen layers first is recorded from its first trained layer on. If such a
+graph has new operations, the probe runs on the batch that follows.
+
 This is a lint, not a proof. It covers floating-point inputs (marked.py) and, for ids, outputs of trainable embeddings.
 
 `SharedFactors` detects losses that are all scaled by one number of the batch.
@@ -212,7 +216,7 @@ class IndependenceProbe:
 
     def mark(self, batch: Any) -> Any:
         """Return the batch with marked tensors."""
-        self._trace = Trace()
+        self._trace = Trace(is_recorded=not (self.is_settled and self._trace.has_frozen))
         return self._trace.mark(batch)
 
     def examine(self, losses: Tensor) -> None:
@@ -229,10 +233,12 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             lookups = [node for node, name in zip(nodes, names, strict=True) if "Embedding" in name]
             inputs = [*trace.inputs, *_lookups(lookups, trace.others)]
-            if not inputs:
+            if not inputs and trace.is_recorded:
                 self._left = 0  # nothing to examine until the graph has new operations
                 return
             places = self._places(nodes, names)
+            if not trace.is_recorded:
+                return
             if self._is_due(has_woken) and (self._left or self._has_awoken(losses, nodes, places)):
                 self._probe(losses, inputs, len(trace.inputs), dict(zip(nodes, places, strict=True)))
 

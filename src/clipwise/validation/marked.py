@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
@@ -33,8 +33,12 @@ class Trace:
         others: tensors that carry no gradient, such as ids.
         pairs: nodes of operations that compute one entry for each pair of examples.
         shared: nodes of losses with weights that are computed from the batch and the same for all examples.
+        is_recorded: whether autograd records what is computed from the batch. If not, `inputs` stays empty.
+        has_frozen: whether the batch went through a frozen parameter.
     """
 
+    is_recorded: bool = True
+    has_frozen: bool = False
     inputs: list[GradientEdge] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)
     pairs: list[Any] = field(default_factory=list)
@@ -50,8 +54,10 @@ class Trace:
         if type(value) is not Tensor or value.requires_grad:
             self.others.append(value)  # a user-defined tensor class, or already tracked
             return value
-        if not (value.is_floating_point() or value.is_complex()):
+        carries_gradient = value.is_floating_point() or value.is_complex()
+        if not carries_gradient:
             self.others.append(value)
+        if not carries_gradient or not self.is_recorded:
             return _as_marked(value.detach(), self, is_pooled=False)
         # The anchor requires a gradient, so the result has a node. A leaf would not allow in-place changes.
         entered: Tensor = _Enter.apply(torch.zeros((), requires_grad=True), (value,))  # type: ignore[no-untyped-call]
@@ -138,19 +144,21 @@ def _spread(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if not marked:
         return result
+    trace = marked[0].origin
+    trace.has_frozen |= any(isinstance(t, nn.Parameter) and not t.requires_grad for t in given)
     if is_shared:
-        marked[0].origin.shared.append(result.grad_fn)
+        trace.shared.append(result.grad_fn)
     is_pooled = any(t.is_pooled for t in marked)
     changed = args[0] if func is Tensor.__setitem__ else result
     for found in _flat([changed]):
         if found.requires_grad and has_parameters:
             tracked(found)  # as in outputs[rows] = expert(inputs[rows])
             if _is_of_pairs(found, given):
-                marked[0].origin.pairs.append(found.grad_fn)
+                trace.pairs.append(found.grad_fn)
         elif type(found) is Tensor and (torch.is_grad_enabled() or not found.is_floating_point()):
             # Without gradients, as in the forward pass of a torch.autograd.Function, parameters cannot be detected.
             is_one = found.numel() == 1 and any(t.numel() > 1 for t in marked)
-            _as_marked(found, marked[0].origin, is_pooled or is_one)
+            _as_marked(found, trace, is_pooled or is_one)
     return result
 
 
