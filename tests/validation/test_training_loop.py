@@ -127,8 +127,20 @@ def test_steps_by_hand_do_not_warn_and_are_verified() -> None:
             private.backward(losses_of(model, batch))
             private.optimizer.step()
             private.statement()
-        private.optimizer.step()  # once more with the same gradient
         private.close()
+
+
+@pytest.mark.parametrize("act", ["step", "backward"])
+def test_a_second_update_with_one_gradient_is_warned_of_once_and_verified(act: str) -> None:
+    model, private = private_run(sampling="fixed-size")
+    with pytest.warns(PrivacyWarning, match=r"a second time. private.step already calls") as caught:
+        for batch in private.loader:
+            getattr(private, act)(losses_of(model, batch))
+            private.optimizer.step()
+            if act == "backward":
+                private.optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    private.statement()
 
 
 # Loss scaling
@@ -307,6 +319,18 @@ def test_another_run_on_the_same_model_is_warned_of(is_closed: bool) -> None:
         private_run(model)
     assert caught[0].filename == private_run.__code__.co_filename
     first.close()
+
+
+def test_steps_of_a_newer_run_with_the_same_optimizer_are_not_warned_of() -> None:
+    model, first = private_run(sampling="fixed-size")
+    train(model, first, 1)
+    with pytest.warns(PrivacyWarning, match="was trained by another private run"):
+        _, second = private_run(model, optimizer=first.optimizer, sampling="fixed-size")
+    with silent():
+        train(model, second, 2)
+        second.statement()
+    with pytest.raises(StepError, match="left in the model"):
+        first.statement()
 
 
 def test_runs_that_share_a_ledger_may_share_a_model(tmp_path: Path) -> None:

@@ -386,7 +386,7 @@ def watch_steps(context: StepContext) -> list[RemovableHandle]:
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (found := watching()) is not None and not found.weights.state.is_updating:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found.weights.before_user_step(has_closure=closure is not None)
+            found.weights.before_user_step(closure is not None, warns=training_loop.is_newest(found))
 
     def after(*_: object) -> None:
         if (found := watching()) is None or found.weights.state.is_updating:

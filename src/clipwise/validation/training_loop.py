@@ -52,6 +52,11 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
     return found
 
 
+def is_newest(run: StepContext) -> bool:
+    """Whether no newer run trains the same parameters. A newer one checks the steps of its optimizer itself."""
+    return all(_RUNS.get(id(p), run) is run for p in run.parameters.values())
+
+
 def changed_since_last_run(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
