@@ -133,7 +133,7 @@ def test_steps_by_hand_do_not_warn_and_are_verified() -> None:
 @pytest.mark.parametrize("act", ["step", "backward"])
 def test_a_second_update_with_one_gradient_is_warned_of_once_and_verified(act: str) -> None:
     model, private = private_run(sampling="fixed-size")
-    with pytest.warns(PrivacyWarning, match=r"a second time. private.step already calls") as caught:
+    with pytest.warns(PrivacyWarning, match=r"a second time.*not at all after private\.step") as caught:
         for batch in private.loader:
             getattr(private, act)(losses_of(model, batch))
             private.optimizer.step()
@@ -399,6 +399,19 @@ def test_a_scheduler_that_counts_steps_is_accepted() -> None:
             schedule.step()
             other.step(1.0)
     assert "depended on a metric" not in str(private.statement())
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_scheduler_that_counts_pieces_is_warned_of_once(is_right: bool) -> None:
+    model, private = private_run(sampling="fixed-size", max_physical_batch_size=3)
+    schedule = torch.optim.lr_scheduler.StepLR(private.optimizer, 1, gamma=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrivacyWarning)
+        for batch in private.loader.pieces():
+            if private.step(losses_of(model, batch)) or not is_right:
+                schedule.step()
+    found = [str(w.message) for w in caught if "between two pieces of one batch" in str(w.message)]
+    assert len(found) == (0 if is_right else 1)
 
 
 # Forward passes outside of the losses

@@ -203,7 +203,7 @@ def begin(context: StepContext, piece: Piece) -> None:
         context.ledger.require_allowed(context.plan.budget, context.event, context.tag)
     context.in_step = True
     context.weights.before_step(piece.last)
-    if context.loop.before_step():
+    if context.loop.before_step(piece.index_in_batch == 0):
         context.is_described = False  # the next release puts it into the ledger
     if context.clipper.draws:
         context.clipper.secret = context.keys.key.derive(f"clipper/{piece.number}")

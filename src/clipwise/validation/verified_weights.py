@@ -34,15 +34,14 @@ RESCALED = (
     "max_norm of the strategy bounds each example, and lr sets the size of the update."
 )
 REUSED = (
-    "optimizer.step() used a released gradient a second time. private.step already calls optimizer.step(): remove one "
-    "of them, or call private.backward instead of private.step. A second update costs no privacy, but each batch then "
-    "moves the weights twice."
+    "optimizer.step() used a released gradient a second time, which costs no privacy and moves the weights twice. Call "
+    "it once for each batch, or not at all after private.step, which has already called it."
 )
 FOREIGN = (
     "private.optimizer was stepped on gradients that private.backward did not write, as in a plain loss.backward(); "
     "optimizer.step() loop, or after a second loss.backward() for one batch. Nothing bounds them and no noise was "
-    "added. The next batch, spent() and statement() will raise. If the update came from public data or from released values "
-    "alone, call private.declare_update(kind='public' or 'post-processing', reason=...)."
+    "added. The next batch, spent() and statement() will raise. If the update came from public data or from released "
+    "values alone, call private.declare_update(kind='public' or 'post-processing', reason=...)."
 )
 
 
