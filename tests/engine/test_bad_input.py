@@ -287,6 +287,13 @@ def test_an_optimizer_with_foreign_parameters() -> None:
         private_run(model, both)
 
 
+def test_several_optimizers() -> None:
+    model = network()
+    both = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+    with pytest.raises(ConfigurationError, match=r"one torch.optim.Optimizer, not list.*groups of one optimizer"):
+        private_run(model, both)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_that_needs_several_gradients_of_a_batch() -> None:
     model = network()
     with pytest.raises(ConfigurationError, match=r"LBFGS.*use SGD, Adam"):

@@ -65,6 +65,11 @@ def test_an_argument_that_needs_other_hardware_is_refused(tmp_path: Path, name: 
         trainer(tmp_path, args=arguments)
 
 
+def test_privacy_that_is_not_privacy_arguments_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(clipwise.ConfigurationError, match=r"PrivacyArguments, not dict: give privacy="):
+        trainer(tmp_path, privacy={"noise_multiplier": 1.0})
+
+
 def test_reentrant_checkpointing_is_refused(tmp_path: Path) -> None:
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(clipwise.ConfigurationError, match="use_reentrant"):

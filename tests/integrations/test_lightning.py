@@ -188,6 +188,9 @@ def test_a_wrong_loader_or_module_is_refused(tmp_path: Path) -> None:
     manual.automatic_optimization = False
     with pytest.raises(clipwise.ConfigurationError, match="automatic_optimization"):
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(manual, DataLoader(data(), BATCH))
+    with pytest.raises(clipwise.ConfigurationError, match=r"compiled LightningModule.*without torch.compile"):
+        compiled = torch.compile(model(), backend="eager")
+        trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(compiled, DataLoader(data(), BATCH))
     with pytest.raises(clipwise.StepError, match="returned None"):
         trainer(tmp_path, PrivateStrategy(noise_multiplier=1.0)).fit(model("None"), DataLoader(data(), BATCH))
 

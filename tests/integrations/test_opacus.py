@@ -299,6 +299,16 @@ def test_fine_tuning_bert_with_the_loss_of_its_own_head() -> None:
     assert_equal(model, list(other.parameters()))
 
 
+def test_the_optimizer_has_the_noise_multiplier_that_scripts_print() -> None:
+    model, optimizer, data = parts_of("image classifier")
+    engine = PrivacyEngine()
+    _, optimizer, _ = engine.make_private_with_epsilon(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH),
+        target_epsilon=3.0, target_delta=1e-5, epochs=2, max_grad_norm=1.0,
+    )  # fmt: skip
+    assert optimizer.noise_multiplier == engine.private.noise_multiplier
+
+
 def test_the_noise_of_a_budget() -> None:
     found = get_noise_multiplier(target_epsilon=3.0, target_delta=1e-5, sample_rate=1 / 49, epochs=2)
     assert found == clipwise.accounting.noise_multiplier(epsilon=3.0, delta=1e-5, sample_rate=1 / 49, steps=98)
@@ -467,6 +477,16 @@ def wrong(**options: Any) -> Callable[[], object]:
 def test_a_wrong_combination_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(clipwise.ConfigurationError, match=message):
         call()
+
+
+def test_what_a_second_execution_of_a_cell_passes_is_named() -> None:
+    model, optimizer, data = parts_of("image classifier")
+    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, BATCH), **options
+    )
+    with pytest.raises(clipwise.ConfigurationError, match="already, as when a cell of a notebook is executed twice"):
+        PrivacyEngine().make_private(module=model, optimizer=optimizer, data_loader=loader, **options)
 
 
 def test_a_loss_without_known_terms_is_refused() -> None:

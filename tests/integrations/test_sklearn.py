@@ -130,6 +130,22 @@ def test_a_wrong_argument_is_named(options: dict[str, Any], message: str) -> Non
         PrivateRegressor(**options).fit(X, X[:, 0])
 
 
+def test_each_feature_may_have_its_own_range() -> None:
+    X, y = np.random.default_rng(0).uniform(-1, 1, (40, 2)), np.arange(40) % 2
+    found = [
+        PrivateClassifier(epochs=1, random_state=0, feature_range=bounds).fit(rows, y).predict_proba(rows)
+        for rows, bounds in ((X, (-1, 1)), (X * [1, 100] + [0, 50], (np.array([-1, -50]), [1, 150])))
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bounds", [([0, 0], [1, 0]), ([0] * 3, [1] * 3), (0, np.inf), "auto", 1.0])
+def test_a_wrong_range_is_named(bounds: Any) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (20, 2))
+    with pytest.raises(clipwise.ConfigurationError, match=r"feature_range must be .*each of the 2 features"):
+        PrivateRegressor(feature_range=bounds).fit(X, X[:, 0])
+
+
 def test_one_hidden_layer_may_be_a_number() -> None:
     X, y = make_blobs(40, centers=2, n_features=3, random_state=0)
     model = PrivateClassifier(epochs=1, hidden_layer_sizes=5).fit(X, y)

@@ -582,7 +582,7 @@ def test_lines_that_no_version_writes_are_refused(path: Path) -> None:
 
 def test_one_writer_at_a_time(path: Path) -> None:
     with FileLedger(path) as open_ledger:
-        with pytest.raises(LedgerBusyError, match=r"run\.ledger is in use"):
+        with pytest.raises(LedgerBusyError, match=r"run\.ledger is in use.*private\.close\(\)"):
             FileLedger(path)
         open_ledger.charge(A)
     FileLedger(path).close()

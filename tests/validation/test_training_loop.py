@@ -127,8 +127,20 @@ def test_steps_by_hand_do_not_warn_and_are_verified() -> None:
             private.backward(losses_of(model, batch))
             private.optimizer.step()
             private.statement()
-        private.optimizer.step()  # once more with the same gradient
         private.close()
+
+
+@pytest.mark.parametrize("act", ["step", "backward"])
+def test_a_second_update_with_one_gradient_is_warned_of_once_and_verified(act: str) -> None:
+    model, private = private_run(sampling="fixed-size")
+    with pytest.warns(PrivacyWarning, match=r"a second time.*not at all after private\.step") as caught:
+        for batch in private.loader:
+            getattr(private, act)(losses_of(model, batch))
+            private.optimizer.step()
+            if act == "backward":
+                private.optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    private.statement()
 
 
 # Loss scaling
@@ -309,6 +321,18 @@ def test_another_run_on_the_same_model_is_warned_of(is_closed: bool) -> None:
     first.close()
 
 
+def test_steps_of_a_newer_run_with_the_same_optimizer_are_not_warned_of() -> None:
+    model, first = private_run(sampling="fixed-size")
+    train(model, first, 1)
+    with pytest.warns(PrivacyWarning, match="was trained by another private run"):
+        _, second = private_run(model, optimizer=first.optimizer, sampling="fixed-size")
+    with silent():
+        train(model, second, 2)
+        second.statement()
+    with pytest.raises(StepError, match="left in the model"):
+        first.statement()
+
+
 def test_runs_that_share_a_ledger_may_share_a_model(tmp_path: Path) -> None:
     ledger = FileLedger(tmp_path / "ledger")
     model, first = private_run(sampling="fixed-size", ledger=ledger)
@@ -375,6 +399,19 @@ def test_a_scheduler_that_counts_steps_is_accepted() -> None:
             schedule.step()
             other.step(1.0)
     assert "depended on a metric" not in str(private.statement())
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_scheduler_that_counts_pieces_is_warned_of_once(is_right: bool) -> None:
+    model, private = private_run(sampling="fixed-size", max_physical_batch_size=3)
+    schedule = torch.optim.lr_scheduler.StepLR(private.optimizer, 1, gamma=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrivacyWarning)
+        for batch in private.loader.pieces():
+            if private.step(losses_of(model, batch)) or not is_right:
+                schedule.step()
+    found = [str(w.message) for w in caught if "between two pieces of one batch" in str(w.message)]
+    assert len(found) == (0 if is_right else 1)
 
 
 # Forward passes outside of the losses

@@ -203,7 +203,7 @@ def begin(context: StepContext, piece: Piece) -> None:
         context.ledger.require_allowed(context.plan.budget, context.event, context.tag)
     context.in_step = True
     context.weights.before_step(piece.last)
-    if context.loop.before_step():
+    if context.loop.before_step(piece.index_in_batch == 0):
         context.is_described = False  # the next release puts it into the ledger
     if context.clipper.draws:
         context.clipper.secret = context.keys.key.derive(f"clipper/{piece.number}")
@@ -386,7 +386,7 @@ def watch_steps(context: StepContext) -> list[RemovableHandle]:
     def before(_: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (found := watching()) is not None and not found.weights.state.is_updating:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-            found.weights.before_user_step(has_closure=closure is not None)
+            found.weights.before_user_step(closure is not None, warns=training_loop.is_newest(found))
 
     def after(*_: object) -> None:
         if (found := watching()) is None or found.weights.state.is_updating:

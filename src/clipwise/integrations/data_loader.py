@@ -19,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from clipwise.engine.private import Private
 from clipwise.errors import ConfigurationError
 from clipwise.sampling.schemes import make_scheme
 
@@ -31,6 +32,11 @@ def arguments_of(loader: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: if the loader draws its batches in a way that cannot be accounted.
     """
+    if isinstance(getattr(loader, "private", None), Private):
+        raise ConfigurationError(
+            "The data loader is that of a private run already, as when a cell of a notebook is executed twice. "
+            "Continue with it, or make the model, the optimizer and the DataLoader again and give those."
+        )
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
             f"The training data must be a torch.utils.data.DataLoader, not {type(loader).__name__}: the private run "

@@ -52,7 +52,12 @@ class PrivacyArguments:
 
 
 def require_sound_privacy(privacy: PrivacyArguments) -> None:
-    """Raise for options that are set in another place."""
+    """Raise for other objects, and for options that are set in another place."""
+    if not isinstance(privacy, PrivacyArguments):
+        raise ConfigurationError(
+            f"privacy must be PrivacyArguments, not {type(privacy).__name__}: give "
+            "privacy=PrivacyArguments(epsilon=..., delta=...)."
+        )
     for name in privacy.options:
         if name in _FIELDS:
             raise ConfigurationError(

@@ -324,6 +324,11 @@ def _require_private(trainer: Trainer, module: LightningModule | None) -> None:
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS:
                 raise ConfigurationError(f"The callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}.")
+    if getattr(module, "_compiler_ctx", None) is not None:  # set by torch.compile(module)
+        raise ConfigurationError(
+            "trainer.fit got a compiled LightningModule, whose backward pass is one unit without per-example "
+            "gradients: give it the module itself, without torch.compile."
+        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             "The LightningModule has automatic_optimization=False. PrivateStrategy needs automatic optimization; with "

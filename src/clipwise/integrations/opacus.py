@@ -13,7 +13,6 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from math import ceil
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -46,7 +45,6 @@ __all__ = [
 # Layers that Opacus replaces because hooks have no access to their internals. Here torch's own layers work.
 DPLSTM, DPGRU, DPRNN, DPMultiheadAttention = nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention
 
-_SKIPS = ("signal_skip_step", "virtual_step")  # of Opacus' optimizers
 _ACCOUNTANTS = {"prv": None, "pld": "pld", "rdp": "rdp"}
 _MODES = ("hooks", "functorch", "ew", "ghost", "no_op")
 _ADAPTIVE = {
@@ -245,8 +243,9 @@ class PrivacyEngine:
         )
         self._private = private
         self._budget = (target["epsilon"], target["delta"]) if "epsilon" in target else None
-        for name in _SKIPS:
+        for name in ("signal_skip_step", "virtual_step"):  # of the optimizers of Opacus
             setattr(optimizer, name, _refuse_skip)
+        vars(optimizer)["noise_multiplier"] = private.noise_multiplier  # scripts print it
         loader = MeanLossLoader(private, batch_first=batch_first)
         if mode == "ghost":
             return module, optimizer, criterion if criterion is not None else nn.CrossEntropyLoss(), loader
@@ -288,9 +287,7 @@ class BatchMemoryManager:
     def __enter__(self) -> MeanLossLoader:
         return self._loader
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._loader.end()
 
 

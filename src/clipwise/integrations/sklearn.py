@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from clipwise.engine.make_private import make_private
 from clipwise.errors import ConfigurationError, warn
 
 Array = NDArray[Any]
+Bound: TypeAlias = "float | Sequence[float] | Array"
 
 
 @dataclass(eq=False, repr=False)
@@ -36,7 +37,7 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
     learning_rate: float = 0.05
     hidden_layer_sizes: int | Sequence[int] = ()
     module: Callable[[int, int], nn.Module] | None = None
-    feature_range: tuple[float, float] | None = None
+    feature_range: tuple[Bound, Bound] | None = None
     random_state: int | None = None
 
     def _train(self, X: Array, targets: Tensor, outputs: int, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -91,8 +92,8 @@ class _PrivateEstimator(BaseEstimator):  # type: ignore[misc]
         x = torch.tensor(X, dtype=torch.float32)
         if self.feature_range is None:
             return x
-        low, high = _range("feature_range", self.feature_range)
-        return ((x.clamp(low, high) - low) / (high - low) * 2 - 1).contiguous()
+        low, high = _range("feature_range", self.feature_range, x.shape[1])
+        return ((x.clamp(low, high) - low) / (high - low) * 2 - 1).float().contiguous()
 
     def _outputs(self, X: Array) -> Tensor:
         check_is_fitted(self)
@@ -124,7 +125,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):  # type: ignore[mis
         learning_rate: of Adam.
         hidden_layer_sizes: the widths of hidden layers; none for a linear model.
         module: a function from the numbers of features and outputs to a torch module, in place of those layers.
-        feature_range: public bounds (low, high) of the features, which are clamped and scaled to [-1, 1].
+        feature_range: public bounds (low, high) of the features, which are clamped and scaled to [-1, 1]. Each is a
+            number, or a sequence with one number for each feature.
         random_state: a seed, for tests. It makes the noise known: no guarantee is claimed then.
         classes: the classes, if they are not to be taken from y.
 
@@ -188,9 +190,9 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any) -> PrivateRegressor:
         """Train on the rows of X with the targets y."""
         X, y = validate_data(self, X, y, y_numeric=True)
-        low, high = (-1.0, 1.0) if self.target_range is None else _range("target_range", self.target_range)
         targets = torch.tensor(np.asarray(y, dtype=np.float64), dtype=torch.float32)
         if self.target_range is not None:
+            low, high = _range("target_range", self.target_range)
             targets = (targets.clamp(low, high) - low) / (high - low) * 2 - 1
         self._train(X, targets, 1, _squared_error)
         return self
@@ -210,10 +212,16 @@ def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).square()
 
 
-def _range(name: str, given: tuple[float, float]) -> tuple[float, float]:
-    low, high = given
-    if not low < high:
-        raise ConfigurationError(f"{name} must be (low, high) with low < high, not {given!r}.")
+def _range(name: str, given: tuple[Any, Any], size: int = 1) -> tuple[Tensor, Tensor]:
+    """The bounds, of shape () or (size,)."""
+    try:
+        low, high = (torch.tensor(np.asarray(bound, dtype=np.float64)) for bound in given)
+        is_right = bool(((low < high) & (high - low).isfinite()).all()) and {low.shape, high.shape} <= {(), (size,)}
+    except (TypeError, ValueError, RuntimeError):
+        is_right = False
+    if not is_right:
+        entries = "two numbers" if size == 1 else f"each a number or one number for each of the {size} features"
+        raise ConfigurationError(f"{name} must be (low, high) with low < high, {entries}.")
     return low, high
 
 

@@ -73,6 +73,6 @@ def open_locked(path: Path) -> FileIO:
         if isinstance(error, BlockingIOError):
             raise LedgerBusyError(
                 f"{path} is in use: another process, or another ledger object in this one, writes to it. "
-                "Close that one first, or give this run its own file."
+                "Close that one first (private.close()), or give this run its own file."
             ) from error
         raise LedgerError(f"{path} cannot be opened as a ledger: {error.strerror}.") from error

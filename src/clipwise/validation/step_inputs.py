@@ -19,7 +19,10 @@ def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+        raise ConfigurationError(
+            f"optimizer must be one torch.optim.Optimizer, not {type(optimizer).__name__}. Parts of a model with "
+            "settings of their own are groups of one optimizer: SGD([{'params': ..., 'lr': ...}, ...])."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
             "optimizer is LBFGS, which needs several gradients of one batch per step: use SGD, Adam or another "

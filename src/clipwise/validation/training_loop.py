@@ -52,6 +52,11 @@ def require_alone(run: StepContext, parameters: Mapping[str, nn.Parameter]) -> S
     return found
 
 
+def is_newest(run: StepContext) -> bool:
+    """Whether no newer run trains the same parameters. A newer one checks the steps of its optimizer itself."""
+    return all(_RUNS.get(id(p), run) is run for p in run.parameters.values())
+
+
 def changed_since_last_run(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> list[str]:
@@ -130,7 +135,8 @@ class LoopWarnings:
         self._devices = {p.device for p in model.parameters()}
         self._looked_at = (False, 0, "torch")
         self._rates: list[float] | None = self._rates_now()  # until their first change
-        self._warned_of_mode = False
+        self._rates_of_piece = self._rates_now()
+        self._warned_of_mode = self._warned_of_pieces = False
 
     def merge(self, draws: str, follows_metric: bool) -> bool:
         """Take over what another rank found. Returns whether the statement has to change."""
@@ -139,10 +145,18 @@ class LoopWarnings:
         self.follows_metric |= follows_metric
         return before != (self.draws, self.follows_metric)
 
-    def before_step(self) -> bool:
-        """Check before the step of a batch. Returns whether the statement has to change."""
+    def before_step(self, is_first: bool) -> bool:
+        """Check before the use of a piece of a batch, maybe its first. Returns whether the statement has to change."""
         if not self._model.training and not self._warned_of_mode:
             self._look_at_mode()
+        before, self._rates_of_piece = self._rates_of_piece, self._rates_now()
+        if not is_first and before != self._rates_of_piece and not self._warned_of_pieces:
+            self._warned_of_pieces = True
+            warn(
+                "The learning rate changed between two pieces of one batch, so it depends on the number of pieces, "
+                "which is as private as the size of the batch. Step a scheduler once for each batch, when private.step "
+                "returns True, or once for each epoch."
+            )
         return self._look_at_rates() | self._look_at_draws()
 
     def _look_at_mode(self) -> None:

@@ -33,11 +33,15 @@ RESCALED = (
     "only the size of the update. A factor from private data, such as a training loss, is not covered. Remove it: "
     "max_norm of the strategy bounds each example, and lr sets the size of the update."
 )
+REUSED = (
+    "optimizer.step() used a released gradient a second time, which costs no privacy and moves the weights twice. Call "
+    "it once for each batch, or not at all after private.step, which has already called it."
+)
 FOREIGN = (
     "private.optimizer was stepped on gradients that private.backward did not write, as in a plain loss.backward(); "
-    "optimizer.step() loop. Nothing bounds them and no noise was added. The next batch, spent() and statement() will "
-    "raise. If the update came from public data or from released values alone, call "
-    "private.declare_update(kind='public' or 'post-processing', reason=...)."
+    "optimizer.step() loop, or after a second loss.backward() for one batch. Nothing bounds them and no noise was "
+    "added. The next batch, spent() and statement() will raise. If the update came from public data or from released "
+    "values alone, call private.declare_update(kind='public' or 'post-processing', reason=...)."
 )
 
 
@@ -114,7 +118,9 @@ class ReleasedGradients:
         if any(self.is_foreign(name, grad) for name, grad in grads.items()) or self._was_written_to(grads):
             return RESCALED if self._is_rescaled(grads) else FOREIGN
         is_there = any(self._is_written(name, grad) for name, grad in grads.items())
-        return CLEARED if self.is_unused and not is_there else None
+        if self.is_unused:
+            return None if is_there else CLEARED
+        return REUSED if is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
         grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
@@ -224,11 +230,12 @@ class VerifiedWeights:
         self._warned.discard(FOREIGN)
         self.state.accept()
 
-    def before_user_step(self, has_closure: bool) -> None:
+    def before_user_step(self, has_closure: bool, warns: bool = True) -> None:
+        """Look at the gradients that the optimizer is about to use. `warns`: no newer run trains these parameters."""
         warning = FOREIGN if has_closure else self.released.warning()
         is_foreign = warning == FOREIGN
         self.has_foreign_step |= is_foreign
-        if warning is not None and warning not in self._warned:
+        if warns and warning is not None and warning not in self._warned:
             self._warned.add(warning)
             warn(warning)
         self.state.inventory.up_to_date()
