@@ -227,6 +227,18 @@ def test_the_statement_of_a_run(tmp_path: Path) -> None:
     assert "none is claimed: noise and sampling come from a given seed" in text  # of the run that joined first
 
 
+def test_a_graph_that_does_not_lead_to_the_batch_is_not_called_probed(tmp_path: Path) -> None:
+    model, private = private_run(ledger=tmp_path / "run.ledger")
+    train(model, private, 2)
+    assert private.statement().about.probed
+    for x, y in private.loader:
+        hidden = (x - x.mean(0)).detach()
+        private.step(F.cross_entropy(model(hidden), y, reduction="none") if len(x) else None)
+    assert private.statement().about.probed is False
+    private.close()
+    assert "not probed" in str(of_ledger(tmp_path / "run.ledger"))
+
+
 def test_a_run_has_a_tradeoff_curve() -> None:
     model, private = private_run()
     assert private.tradeoff().advantage() == pytest.approx(0, abs=1e-12)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from clipwise import Backprop, Lipschitz, PerExample, layers
 from clipwise.clipping import Strategy
 from clipwise.errors import CoupledExamplesError
-from clipwise.validation.coupling import IndependenceProbe, SharedFactors
+from clipwise.validation.coupling import IndependenceProbe
+from clipwise.validation.shared_factors import SharedFactors
 from tests.runs import network, private_run
 
 DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {

@@ -51,7 +51,7 @@ def about(context: StepContext) -> About:
         seeded=context.is_seeded,
         key=context.keys.key.id,
         draws=loop.draws or None,
-        probed=context.independence is not None,
+        probed=context.independence is not None and context.independence.reaches_batch,
         planned_tests=tests if context.tests else (),
         followed_metric=loop.follows_metric,
         penalised=plan.penalty is not None,

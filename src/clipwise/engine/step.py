@@ -167,8 +167,8 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
     # Tensors that the graph saved may be marked; here they act as plain tensors.
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            if context.independence is not None:
-                context.independence.examine(losses)
+            if context.independence is not None and context.independence.examine(losses):
+                context.is_described = False
             if observer is not None:
                 losses = observer.losses(context, piece, losses)
             clipped = clipper.sum_at_outputs(losses, outputs) if clipper.needs_outputs else clipper.clipped_sum(losses)

@@ -40,7 +40,8 @@ class About:
         key: the public id of the first noise key.
         draws: the source of randomness of random layers: "key" of the run, "torch", or "seeded" (torch, seeded by the
             user).
-        probed: whether the first batches were probed for losses that depend on other examples.
+        probed: whether the first batches were probed for losses that depend on other examples. False if the graph of
+            the losses did not lead to the batch.
         planned_tests: the tests planned on the first batches, "replacement" and "collation". Never their results.
         followed_metric: whether a scheduler set the learning rate from a metric.
         penalised: whether a penalty was added to the gradient after the noise.
