@@ -44,9 +44,13 @@ def free_port() -> int:
 
 
 def test_the_script_of_the_page_trains_on_two_ranks_and_continues(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(scripts()["train.py"])
+    script = scripts()["train.py"]
+    (tmp_path / "begun.py").write_text(script.replace("16", "11"))  # within the second epoch
+    (tmp_path / "train.py").write_text(script)
     with world(2) as ranks:
-        for _ in range(2):  # the second time it loads the checkpoint and has no steps left
+        ranks.run(run_script, "begun.py", tmp_path, free_port())
+        assert ledger.read(tmp_path / "run.ledger").position == 11
+        for _ in range(2):  # the second time it has no steps left
             first, second = ranks.run(run_script, "train.py", tmp_path, free_port())
             assert "releases     16 steps" in first and not second
     assert (tmp_path / "checkpoint" / "clipwise.pt").exists()

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset, random_split
 
 from clipwise import Batch, MemoryLedger, PerExample, contrib, make_private
+from clipwise.errors import PrivacyWarning, StepError
 from tests.distributed import jobs
 from tests.distributed.world import World, world
 
@@ -258,6 +259,58 @@ def test_training_loops_that_differ_are_reported(ranks: World) -> None:
     found = ranks.outcomes(uneven, seconds=20)
     for result, error in found:
         assert result is None and "the training loops of the ranks differ" in (error or ""), found
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "clamped": (lambda model: [nn.utils.clip_grad_value_(p, 1e-3) for p in model.parameters()], "already clipped"),
+    "scaled": (lambda model: [p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None], "already clipped"),
+    "negated": (lambda model: [p.grad.neg_() for p in model.parameters() if p.grad is not None], "did not write"),
+    "added": (lambda model: jobs.losses_of(model, jobs.data()[:4]).mean().backward(), "did not write"),
+    "zero": (lambda model: [p.grad.zero_() for p in model.parameters() if p.grad is not None], "cleared before"),
+}
+
+
+def changed(rank: int, layout: str) -> dict[str, list[str]]:
+    """The warnings about gradients that were changed after the release."""
+    found = {}
+    for name, (change, _) in CHANGES.items():
+        model = jobs.laid_out(jobs.network(), layout)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = make_private(optimizer=optimizer, rank_timeout=10.0, **run_with(model, **jobs.needs(layout)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PrivacyWarning)
+            for x, y in private.loader.pieces():
+                if private.backward(jobs.losses_of(model, (x, y)) if len(x) else None):
+                    break
+            change(model)
+            optimizer.step()
+        found[name] = [str(warning.message) for warning in caught if warning.category is PrivacyWarning]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp", "tensor"])
+def test_released_gradients_that_were_changed_are_warned_of(ranks: World, layout: str) -> None:
+    for found in ranks.run(changed, layout):
+        for name, (_, expected) in CHANGES.items():
+            assert len(found[name]) == 1 and expected in found[name][0], (name, found[name])
+
+
+def doubled(rank: int, layout: str) -> None:
+    """Change the weights as an optimizer does that works on lists of tensors."""
+    model = jobs.laid_out(jobs.network(), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = make_private(optimizer=optimizer, rank_timeout=10.0, **run_with(model, **jobs.needs(layout)))
+    jobs.train(model, private, 1)
+    with torch.no_grad():
+        for p in model.parameters():
+            torch._foreach_mul_([p], 2.0)
+    with pytest.raises(StepError, match="is not what the last release"):
+        private.spent()
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp", "tensor"])
+def test_changed_weights_are_found_on_every_rank(ranks: World, layout: str) -> None:
+    ranks.run(doubled, layout)
 
 
 def exhausted(rank: int) -> tuple[int, str, str]:

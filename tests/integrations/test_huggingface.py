@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import clipwise
 
@@ -33,6 +34,7 @@ from tests.integrations import huggingface_ranks
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("one_thread")]
 SIZE, PIECE, PIECES = 24, 3, 2  # 4 steps per epoch
 RATE = 0.05
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0])  # of the classes
 SEEDED = PrivacyArguments(noise_multiplier=1.0, seed=3)
 
 
@@ -73,7 +75,12 @@ def trainer(
     return kind(args=arguments(folder, **options), privacy=privacy, **{**given, **own})
 
 
-def plain_loop(head: str) -> list[Tensor]:
+class Weighted(PrivateTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **unused: Any) -> Any:
+        return F.cross_entropy(model(**inputs).logits, inputs["labels"], weight=WEIGHTS)
+
+
+def plain_loop(head: str, **options: Any) -> list[Tensor]:
     model, rows = tiny.model(head).train(), tiny.records(SIZE, head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     scheduler = get_linear_schedule_with_warmup(optimizer, 0, 8)
@@ -84,28 +91,53 @@ def plain_loop(head: str) -> list[Tensor]:
     for _ in range(2):
         for step in private.loader:
             for batch in step:
-                if not len(batch["labels"]):
-                    private.step(None)
-                    continue
-                with private.randomness():
-                    logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
-                labels = batch["labels"]
-                if head == "causal":
-                    logits, labels = logits[:, :-1].mT, labels[:, 1:]
-                losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-                own = (labels != -100).sum(-1) if head == "causal" else 1
-                private.step(losses.sum(-1) / own if head == "causal" else losses)
+                losses = None
+                if len(next(iter(batch.values()))):
+                    with private.randomness():
+                        losses = losses_of(model(**batch), batch, head, **options)
+                private.step(losses)
             scheduler.step()
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("head", ["sequence", "causal"])  # the second has tied weights
-def test_train_equals_the_plain_loop(tmp_path: Path, head: str) -> None:
-    made = trainer(tmp_path, head=head)
+def losses_of(outputs: Any, batch: dict[str, Tensor], head: str, **options: Any) -> Tensor:
+    """The loss of each record: the mean over its own labels."""
+    if head == "question":
+        starts, ends = (
+            F.cross_entropy(logits.masked_fill(batch["attention_mask"] == 0, -1e30), positions, reduction="none")
+            for logits, positions in (
+                (outputs.start_logits, batch["start_positions"]),
+                (outputs.end_logits, batch["end_positions"]),
+            )
+        )
+        return (starts + ends) / 2
+    logits, labels = outputs.logits, batch["labels"]
+    if head == "regression":
+        return F.mse_loss(logits.squeeze(1), labels, reduction="none")
+    if head == "multi-label":
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+    if head in ("causal", "llama"):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = F.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", **options)
+    return losses if losses.dim() == 1 else losses.sum(1) / (labels != -100).sum(1)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # head, options of the trainer, of the loss
+    **{head: (head, {}, {}) for head in tiny.HEADS},
+    "smoothed sequence": ("sequence", {"label_smoothing_factor": 0.2}, {"label_smoothing": 0.2}),
+    "smoothed causal": ("causal", {"label_smoothing_factor": 0.2}, {"label_smoothing": 0.2}),
+    "weighted": ("sequence", {"kind": Weighted}, {"weight": WEIGHTS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_train_equals_the_plain_loop(tmp_path: Path, case: str) -> None:
+    head, given, options = CASES[case]
+    made = trainer(tmp_path, head=head, **given)
     made.train()
     assert made.state.global_step == made.private.steps == 8
-    for mine, its in zip(made.model.parameters(), plain_loop(head), strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-4)
+    for mine, its in zip(made.model.parameters(), plain_loop(head, **options), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
     made.private.statement()
 
 

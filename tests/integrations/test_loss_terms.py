@@ -67,6 +67,14 @@ def test_an_example_without_labels_has_loss_zero():
     assert terms.of(loss)[1] == 0
 
 
+@pytest.mark.parametrize("size", [1, B])
+def test_squeezed_predictions(size):
+    x, y = torch.randn(size, 1, requires_grad=True), torch.randn(size)
+    with LossTerms(size) as terms:
+        loss = F.mse_loss(x.squeeze(), y.squeeze())
+    torch.testing.assert_close(terms.of(loss), (x.squeeze(1) - y).square())
+
+
 def test_rows_ordered_by_position():
     logits = torch.randn(T, B, V, requires_grad=True)
     y = torch.randint(0, V, (T, B))

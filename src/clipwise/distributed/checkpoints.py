@@ -81,7 +81,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, private: Private) -> 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's warning that a single process saves alone."""
+    """Without torch's warnings that a single process saves alone, and that an older checkpoint is overwritten."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         yield

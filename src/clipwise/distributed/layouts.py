@@ -130,8 +130,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         raise ConfigurationError(
             "The model is in DistributedDataParallel, which would broadcast its buffers in every forward pass; a rank "
             "without records takes no forward pass, and the others would wait for it. Build it with "
-            "DistributedDataParallel(..., broadcast_buffers=False), or give make_private the model itself: clipwise "
-            "reduces the gradients and needs no wrapper."
+            "DistributedDataParallel(..., forward_sync_buffers=False) (broadcast_buffers=False before torch 2.13), or "
+            "give make_private the model itself: clipwise reduces the gradients and needs no wrapper."
         )
     return cast(nn.Module, model.module)
 

@@ -156,7 +156,7 @@ def backward(context: StepContext, losses: Tensor | None, outputs: Tensor | None
         if observer is not None:
             observer.losses(context, piece, torch.zeros(0))
         return gather(context, piece, context.clipper.nothing())
-    if not (context.tests or strategy.is_coupled or observer):
+    if context.ranks.is_first and not (context.tests or strategy.is_coupled or observer):
         recommend_check()
     if context.plan.views is not None:
         losses = over_views(context, losses, piece.size)

@@ -32,7 +32,7 @@ def complex_view(t: Tensor) -> Tensor:
 
 def own_part(t: Tensor) -> Tensor:
     """The entries of a tensor in this process."""
-    if not hasattr(t, "to_local"):
+    if type(t) is Tensor or not hasattr(t, "to_local"):
         return t
     with torch.no_grad():
         return cast(Tensor, t.to_local())

@@ -207,6 +207,8 @@ class LossTerms(TorchFunctionMode):
         Which axis it is must not depend on the batch size, which may equal T by chance.
         """
         size = self._size
+        if size == 1 and values.dim() == 0:  # squeeze() removed the axis
+            return values.reshape(1, 1)
         if values.dim() > 1 and not self._batch_first:
             values = values.transpose(0, 1)
         if values.dim() and values.shape[0] == size:

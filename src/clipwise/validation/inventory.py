@@ -220,7 +220,7 @@ class ModelState:
         return self._tensors_now().keys() == self._tensors.keys()
 
     def was_counted(self) -> bool:
-        """Whether torch counted a write, or a tensor was replaced or moved. Does not synchronise."""
+        """Whether torch may have counted a write, or a tensor was replaced or moved. Does not synchronise."""
         return self._is_counted(self._tensors_now())
 
     def changed(self, looks_inside: bool = False, at_draw: bool = False) -> list[str]:
@@ -311,7 +311,8 @@ class ModelState:
         }
 
     def _is_counted(self, now: Mapping[str, Tensor]) -> bool:
-        return _versions(now) != self._versions or _places(now) != self._places
+        # Torch does not count changes of DTensors by functions on lists, such as those of optimizers.
+        return self._stored is not None or _versions(now) != self._versions or _places(now) != self._places
 
     def _persistent(self) -> set[str]:
         return {

@@ -77,7 +77,7 @@ class ReleasedGradients:
     def remember(self, keeps_sample: bool = False) -> None:
         """Record `.grad` as released. A sample of it allows a multiple to be recognised later."""
         grads = self._grads()
-        self._written = {name: (grad, grad._version) for name, grad in grads.items()}
+        self._written = {name: (grad, _count(grad)) for name, grad in grads.items()}
         self._sample = _sample_of(grads) if keeps_sample else None
 
     def clear(self) -> None:
@@ -88,7 +88,7 @@ class ReleasedGradients:
 
     def is_foreign(self, name: str, grad: Tensor) -> bool:
         """Whether the run did not write this gradient, and it is not zero (as after `zero_grad(set_to_none=False)`)."""
-        return not self._is_written(name, grad) and bool(grad.any())
+        return not self._is_written(name, grad) and _is_nonzero(grad)
 
     def require_own(self) -> None:
         """Raise if `.grad` holds gradients that the run did not write."""
@@ -103,7 +103,7 @@ class ReleasedGradients:
 
     def require_used(self) -> None:
         """Raise if no update has used the last released gradient: the next one would overwrite it."""
-        if self.is_unused and any(self._is_written(n, g) or bool(g.any()) for n, g in self._grads().items()):
+        if self.is_unused and any(self._is_written(n, g) or _is_nonzero(g) for n, g in self._grads().items()):
             raise StepError(
                 "private.backward was called again before optimizer.step(). Gradients of several batches are not "
                 "accumulated in .grad, so the last one, which is already counted, would be lost. Nothing more was "
@@ -115,24 +115,30 @@ class ReleasedGradients:
     def warning(self) -> str | None:
         """Return a warning about the gradients that an optimizer is about to use, or None."""
         grads = self._grads()
-        if any(self.is_foreign(name, grad) for name, grad in grads.items()) or self._was_written_to(grads):
+        is_written_to = self._was_written_to(grads)
+        is_changed = is_written_to or any(self.is_foreign(name, grad) for name, grad in grads.items())
+        if is_changed and any(map(_is_nonzero, grads.values())):
             return RESCALED if self._is_rescaled(grads) else FOREIGN
-        is_there = any(self._is_written(name, grad) for name, grad in grads.items())
+        is_there = not is_written_to and any(self._is_written(name, grad) for name, grad in grads.items())
         if self.is_unused:
             return None if is_there else CLEARED
         return REUSED if is_there else None
 
     def _grads(self) -> dict[str, Tensor]:
-        grads = ((name, p.grad) for name, p in self._parameters.items() if p.grad is not None)
-        return {name: g if type(g) is Tensor else own_part(g) for name, g in grads}
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
 
     def _is_written(self, name: str, grad: Tensor) -> bool:
         written = self._written.get(name)
-        return written is not None and grad is written[0] and grad._version == written[1]
+        return written is not None and grad is written[0] and _count(grad) == written[1]
 
     def _was_written_to(self, grads: Mapping[str, Tensor]) -> bool:
-        """Whether gradients changed without torch's count. Compares on the CPU only, so as not to synchronise."""
-        if self._sample is None or self._sample.device.type != "cpu" or grads.keys() != self._written.keys():
+        """Whether gradients changed without torch's count.
+
+        On an accelerator, so as not to synchronise, compares DTensors only: `clip_grad_norm_` changes them uncounted.
+        """
+        if self._sample is None or grads.keys() != self._written.keys():
+            return False
+        if self._sample.device.type != "cpu" and all(type(grad) is Tensor for grad in grads.values()):
             return False
         is_all_written = all(self._is_written(name, grad) for name, grad in grads.items())
         return is_all_written and not torch.equal(_sample_of(grads), self._sample)
@@ -151,8 +157,18 @@ class ReleasedGradients:
         return bool(is_multiple | is_clamped)
 
 
+def _count(grad: Tensor) -> int:
+    """How many changes torch has counted: on a DTensor and on its part in this process."""
+    own = own_part(grad)
+    return grad._version if own is grad else grad._version + own._version
+
+
+def _is_nonzero(grad: Tensor) -> bool:
+    return bool(own_part(grad).any())
+
+
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
-    flat = [grad.detach().reshape(-1) for grad in grads.values()]
+    flat = [own_part(grad).detach().reshape(-1) for grad in grads.values()]
     return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
 
 
