@@ -36,6 +36,7 @@ def drawn(rank: int) -> Tensor:
         data,
         sample_rate=RATE,
         noise_multiplier=1.0,
+        seed=3,  # so that the comparisons below pass always or never
         probe_independence=False,
         rank_timeout=20.0,
     ) as private:
