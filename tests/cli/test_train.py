@@ -327,8 +327,9 @@ def test_ctrl_c_ends_cleanly_and_the_run_continues(table, tmp_path):
         text=True,
         env=os.environ,
     )
-    deadline = time.monotonic() + 120
-    while not (out / "ledger").exists() or read(out / "ledger").position < 3:
+    deadline, ledger = time.monotonic() + 120, out / "ledger"
+    # Between its creation and its first line the file is empty.
+    while not ledger.exists() or not ledger.stat().st_size or read(ledger).position < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
