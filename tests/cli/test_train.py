@@ -21,6 +21,7 @@ from clipwise import accounting
 from clipwise.cli import progress
 from clipwise.cli.train import INTERRUPTED
 from clipwise.ledger.ledger import read
+from clipwise.noise.key import NoiseKey
 from clipwise.recipes.run_folder import RunFolder
 from tests.cli.calls import clipwise, refused
 
@@ -214,7 +215,8 @@ def test_wrong_arguments_are_one_line(table, tmp_path, monkeypatch, arguments, w
     assert not any(tmp_path.iterdir())  # nothing was begun
 
 
-def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path):
+def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(NoiseKey, "fresh", lambda: NoiseKey.from_seed(0))
     few = tmp_path / "few.csv"
     few.write_text("age,bought\n" + "".join(f"{row},label {row}\n" for row in range(200)))
     out = tmp_path / "run"
