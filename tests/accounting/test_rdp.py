@@ -114,10 +114,10 @@ def test_a_live_figure_is_cheap(entry: Make, sampling: str) -> None:
     ledger = MemoryLedger()
     times = []
     for _ in range(200):
-        start = time.perf_counter()
+        start = time.process_time()
         ledger.charge(event)
         accountants.epsilon_of(ledger.history(), DELTA, "rdp")
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert sorted(times)[len(times) // 4] < 1e-3  # processor time, so that other processes do not count
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipwise.ledger import read
+from clipwise.noise.key import NoiseKey
 from clipwise.recipes.tables import TableSource, read_schema
 from clipwise.recipes.tables.schema import Auto, Number
 from tests.cli.calls import clipwise, figure, refused
@@ -28,7 +29,8 @@ def test_a_draft_from_the_header_reads_no_row(data: Path, tmp_path: Path) -> Non
     assert schema.target.name == "bought" and "# Only the names are known" in out.read_text()
 
 
-def test_a_draft_from_noised_counts_is_charged(data: Path, tmp_path: Path) -> None:
+def test_a_draft_from_noised_counts_is_charged(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoiseKey, "fresh", lambda: NoiseKey.from_seed(0))
     out = tmp_path / "schema.toml"
     result = clipwise("schema", data, "--target", "bought", "--epsilon", 1, "--out", out)
     assert result.exit_code == 0, result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,8 +18,10 @@ import numpy as np
 import pytest
 
 from clipwise import accounting
+from clipwise.cli import progress
 from clipwise.cli.train import INTERRUPTED
 from clipwise.ledger.ledger import read
+from clipwise.noise.key import NoiseKey
 from clipwise.recipes.run_folder import RunFolder
 from tests.cli.calls import clipwise, refused
 
@@ -106,7 +109,8 @@ def test_a_dry_run_writes_nothing(table, tmp_path, monkeypatch):
     assert result.exit_code == 0 and "noised counts" in result.stdout and not any(tmp_path.iterdir())
 
 
-def test_json_lines(table, tmp_path):
+def test_json_lines(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", math.inf)  # also on a slow machine only the last step
     schema = ["--schema", table.with_name("schema.toml")]
     result = clipwise("train", table, *schema, "--epsilon", 3, "--out", tmp_path / "run", "--json", *FAST)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
@@ -211,7 +215,8 @@ def test_wrong_arguments_are_one_line(table, tmp_path, monkeypatch, arguments, w
     assert not any(tmp_path.iterdir())  # nothing was begun
 
 
-def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path):
+def test_a_run_that_cannot_find_its_labels_names_the_cost(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(NoiseKey, "fresh", lambda: NoiseKey.from_seed(0))
     few = tmp_path / "few.csv"
     few.write_text("age,bought\n" + "".join(f"{row},label {row}\n" for row in range(200)))
     out = tmp_path / "run"
@@ -327,12 +332,13 @@ def test_ctrl_c_ends_cleanly_and_the_run_continues(table, tmp_path):
         text=True,
         env=os.environ,
     )
-    deadline = time.monotonic() + 120
-    while not (out / "ledger").exists() or read(out / "ledger").position < 3:
+    deadline, ledger = time.monotonic() + 300, out / "ledger"
+    # Between its creation and its first line the file is empty.
+    while not ledger.exists() or not ledger.stat().st_size or read(ledger).position < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == INTERRUPTED and f"--resume {out}" in errors and "Traceback" not in errors
     found = read(out / "ledger")
     assert found.clean and found.exact and (out / "checkpoint.pt").is_file()

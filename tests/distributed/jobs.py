@@ -172,7 +172,7 @@ def trained(
     if torch_seed is not None:
         torch.manual_seed(torch_seed)  # the same on all ranks: nothing may depend on it
     model = laid_out(MODELS.get(strategy, network)(), layout)
-    arguments: dict[str, Any] = {"noise_multiplier": 1.0, "seed": 1, "rank_timeout": 20.0}
+    arguments: dict[str, Any] = {"noise_multiplier": 1.0, "seed": 1, "rank_timeout": 60.0}
     if options.get("sampling") != "full":
         arguments["batch_size"] = 8
     with make_private(

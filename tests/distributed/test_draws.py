@@ -36,8 +36,9 @@ def drawn(rank: int) -> Tensor:
         data,
         sample_rate=RATE,
         noise_multiplier=1.0,
+        seed=3,  # so that the comparisons below pass always or never
         probe_independence=False,
-        rank_timeout=20.0,
+        rank_timeout=60.0,
     ) as private:
         step = 0
         while step < STEPS:

@@ -168,7 +168,7 @@ def compiled(rank: int, layout: str, options: dict[str, Any], steps: int) -> tup
         noise_multiplier=1.0,
         clipping=PerExample(max_norm=1.0),
         seed=1,
-        rank_timeout=20.0,
+        rank_timeout=60.0,
         **options,
     )
     with private:

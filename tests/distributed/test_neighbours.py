@@ -31,7 +31,7 @@ def run(layout: str, data: Dataset[tuple[torch.Tensor, ...]]) -> Private:
         batch_size=8,
         noise_multiplier=1.0,
         clipping=PerExample(1.0),
-        rank_timeout=20.0,
+        rank_timeout=60.0,
         **jobs.needs(layout),
     )
     with private:

@@ -43,7 +43,7 @@ def leg(rank: int, folder: Path, layout: str, steps: int, number: int) -> dict[s
         clipping=PerExample(max_norm=1.0),
         seed=1,
         ledger=folder / "run.ledger",
-        rank_timeout=20.0,
+        rank_timeout=60.0,
     )
     with private:
         if number:

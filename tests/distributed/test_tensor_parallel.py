@@ -91,7 +91,7 @@ def trained(
         model = split(model, replicas)
     arguments: dict[str, Any] = {"batch_size": 8, "noise_multiplier": 1.0, "seed": 1, "probe_independence": False}
     if replicas:
-        arguments["rank_timeout"] = 20.0
+        arguments["rank_timeout"] = 60.0
     with make_private(
         model,
         jobs.optimizer_of(optimizer, model),
@@ -215,7 +215,7 @@ def contribution(rank: int, scale: float) -> tuple[float, list[bytes]]:
         noise_multiplier=1.0,
         clipping=PerExample(max_norm=0.5),
         max_physical_batch_size=1,
-        rank_timeout=20.0,
+        rank_timeout=60.0,
     ) as private:
         layout = private._context.layout
         reduced = layout.reduced
@@ -254,7 +254,7 @@ def releases(rank: int, replicas: int) -> tuple[Tensor, Tensor]:
         noise_multiplier=1.5,
         clipping=PerExample(max_norm=0.5),
         max_physical_batch_size=1,
-        rank_timeout=20.0,
+        rank_timeout=60.0,
     ) as private:
         for _ in range(60):
             next(iter(private.loader.pieces()))
@@ -323,7 +323,7 @@ def several_records(rank: int) -> str:
         noise_multiplier=1.0,
         clipping=PerExample(max_norm=0.5),
         max_physical_batch_size=1,
-        rank_timeout=20.0,
+        rank_timeout=60.0,
     ) as private:
         try:
             next(iter(private.loader.pieces(4)))

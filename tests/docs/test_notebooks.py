@@ -38,7 +38,9 @@ def test_a_tutorial_prints_what_its_page_shows(path: Path, tmp_path: Path) -> No
     for old, new in zip(outputs(stored), outputs(fresh), strict=True):
         assert NUMBER.sub("#", old) == NUMBER.sub("#", new)
         assert EPSILON.findall(old) == EPSILON.findall(new)
-        assert accuracies(old) == pytest.approx(accuracies(new), abs=0.2)
+        # Noise and weights are fresh. The largest standard deviation is 0.06, of a network that is not pretrained: a
+        # difference of 0.3 from the page has a probability below 1e-6.
+        assert accuracies(old) == pytest.approx(accuracies(new), abs=0.3)
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)

@@ -430,7 +430,8 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
 @pytest.mark.parametrize("seeds", [(7, 8), (None, None)])
 def test_another_seed_or_none_gives_other_noise(seeds: tuple[int | None, int | None]) -> None:
     a, b = map(noise_of_first_step, seeds)
-    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.6  # 39 values: equal noise has 1
+    # Equal noise has 1; 39 independent values have 0.75 once in ten million times.
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.75
 
 
 def test_noise_of_equal_runs_is_equal() -> None:

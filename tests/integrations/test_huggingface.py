@@ -178,6 +178,18 @@ def test_a_checkpoint_continues_the_run(tmp_path: Path, at: int) -> None:
     resumed.private.statement()
 
 
+def test_a_resumed_run_ends_where_repeated_steps_used_up_the_budget(tmp_path: Path) -> None:
+    privacy = PrivacyArguments(epsilon=3.0, delta=1e-3, ledger=str(tmp_path / "ledger"))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    trainer(tmp_path, privacy, callbacks=[StopAfter(5)], **options).train()
+    resumed = trainer(tmp_path, privacy, **options)
+    with pytest.warns(clipwise.PrivacyWarning, match="Training ends here"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step < resumed.private.steps == 8
+    assert resumed.private.spent().epsilon <= 3.0
+    resumed.save_model(str(tmp_path / "saved"))
+
+
 def test_a_checkpoint_without_the_run_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path, save_strategy="steps", save_steps=4).train()
     (tmp_path / "checkpoint-4" / "clipwise.pt").unlink()

@@ -28,7 +28,7 @@ from clipwise.clipping import PerExample
 from clipwise.engine import checkpoint
 from clipwise.engine.make_private import make_private
 from clipwise.engine.private import Private
-from clipwise.errors import CheckpointError, ConfigurationError, StepError
+from clipwise.errors import BudgetExhausted, CheckpointError, ConfigurationError, StepError, warn
 from clipwise.integrations.adapters import ParametersMoved, require_trainable
 from clipwise.integrations.huggingface_settings import (
     PrivacyArguments,
@@ -50,6 +50,10 @@ from clipwise.validation.uncompiled import uncompiled
 __all__ = ["PrivacyArguments", "PrivateTrainer"]
 
 _STATE = "clipwise.pt"  # the public state of the run, in the folder of a checkpoint
+_USED_UP = (
+    "The budget is used up before the last step, because the steps after the checkpoint were counted and made again. "
+    "Training ends here, with the last released weights."
+)
 _NOT_LOGGED = ("loss", "train_loss", "total_flos", "grad_norm")
 
 
@@ -137,7 +141,14 @@ class PrivateTrainer(Trainer):
         for piece in inputs or ():
             self.model.train()
             losses = self._losses(piece, private=True) if self.private.loader.awaited().size else None
-            if self.private.backward(losses):
+            try:
+                if self.private.backward(losses):
+                    break
+            except BudgetExhausted:
+                if self._checkpoint is None:
+                    raise
+                warn(_USED_UP)
+                self.control.should_training_stop = True
                 break
         return torch.zeros((), device=self.args.device)
 

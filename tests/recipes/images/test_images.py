@@ -8,6 +8,7 @@ import torch
 
 import clipwise
 from clipwise.errors import ConfigurationError
+from clipwise.noise.key import NoiseKey
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.images import ImageEncoder, ImageSource
 from clipwise.recipes.images.defaults import MODELS
@@ -28,7 +29,7 @@ def without_noise() -> NoisedCounts:
 def test_labels_of_idx_files_are_released_as_noised_counts(mnist):
     source = ImageSource(mnist)
     events = []
-    counts = NoisedCounts(1.0, events.append, delta=0.0)
+    counts = NoisedCounts(1.0, events.append, delta=0.0, key=NoiseKey.from_seed(0))
     assert source.needs_counts()
     encoder = source.prepare(np.arange(40), counts)
     assert encoder.task.labels == ("0", "1")

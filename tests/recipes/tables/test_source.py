@@ -98,7 +98,7 @@ def test_neighbours_change_each_histogram_in_one_bin_by_one(
     left_out = data.draw(st.integers(0, len(rows) - 1))
     asked = []
     for chosen in (every(source), np.delete(every(source), left_out)):
-        kept = Kept(0.1, lambda event: None, delta=1e-6)
+        kept = Kept(0.05, lambda event: None, delta=1e-6)
         with suppress(ConfigurationError):  # the noise may hide all labels
             source.prepare(chosen, kept)
         asked.append(kept.asked)
@@ -135,6 +135,14 @@ def test_rare_and_missing_labels_have_no_loss_and_stay_in_the_data(tmp_path: Pat
     assert losses.shape == (2002,) and losses[-2:].tolist() == [0, 0] and losses[0] > 0
     losses.sum().backward()
     assert output.grad is not None and output.grad[-2:].abs().sum() == 0
+
+
+def test_noise_alone_adds_no_common_label(tmp_path: Path) -> None:
+    schema = Schema({"age": Number((0.0, 100.0)), "city": Category(("Rom", "Ulm"))})
+    source = TableSource(table(tmp_path, people(400)), "y", task="classification", schema=schema)
+    for seed in range(300):
+        noised = NoisedCounts(3.0, lambda event: None, delta=1e-6, key=NoiseKey.from_seed(seed))
+        assert source.count(every(source), noised).target.labels == ("no", "yes")
 
 
 def test_weights_of_classes_are_from_noised_counts(tmp_path: Path) -> None:

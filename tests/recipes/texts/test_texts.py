@@ -8,6 +8,7 @@ import torch
 
 import clipwise
 from clipwise.errors import ConfigurationError
+from clipwise.noise.key import NoiseKey
 from clipwise.recipes.counts import NoisedCounts
 from clipwise.recipes.texts import TextEncoder, TextSource, sentences
 from clipwise.recipes.texts.encoder import MODELS
@@ -38,7 +39,8 @@ def test_labels_of_a_column_are_released_by_a_threshold(reviews):
     source = TextSource(reviews, "review", "stars")
     events = []
     assert source.needs_counts() and len(source) == 32
-    encoder = source.prepare(np.arange(32), NoisedCounts(1.0, events.append, delta=1e-4))
+    counts = NoisedCounts(1.0, events.append, delta=1e-4, key=NoiseKey.from_seed(0))
+    encoder = source.prepare(np.arange(32), counts)
     assert encoder.task.labels == ("b", "ü")  # not the label of a single row
     assert events[0].excess == 1e-4
     *_, y = encoder.encode(source).tensors

@@ -30,7 +30,8 @@ COMMON_LABELS = (
     *(word for low in ("no", "yes", "n", "y", "false", "true") for word in (low, low.capitalize(), low.upper())),
     *("negative", "positive", "neg", "pos", "bad", "good", "low", "medium", "high", "male", "female"),
 )
-SURE = 3.5  # standard deviations of the noise
+# Standard deviations of the noise. Noise alone shows one of these labels in about one run of 100,000.
+SURE = 5.0
 # With more labels than this, a target of numbers is taken for a regression.
 MOST_NUMERIC_LABELS = 10
 # Numbers in so few bins may be labels: unless these are released, the task must be given.
