@@ -586,7 +586,7 @@ def test_a_batch_that_is_skipped() -> None:
     model, private = private_run(sampling="fixed-size")
     iterator = iter(private.loader)
     next(iterator)
-    with refused(StepError, "skipped", "Step on every batch", model=model, private=private):
+    with refused(StepError, "skipped", "in place of loss.backward()", model=model, private=private):
         next(iterator)
 
 

@@ -200,7 +200,8 @@ class PrivateLoader:
             if not piece.consumed:
                 raise StepError(
                     "The previous batch was drawn but private.step was not called on it: batches may not be "
-                    "skipped because of their data. Step on every batch; to look at one, use next(iter(loader))."
+                    "skipped because of their data. Call private.step(losses) on every batch, in place of "
+                    "loss.backward() and optimizer.step(). To look at a batch, use next(iter(loader))."
                 )
             self.is_fetching = True
         self.is_fetching = False
