@@ -28,7 +28,7 @@ from clipwise.gradients.precision import IEEE, Arithmetic, Rare, ieee_arithmetic
 from clipwise.gradients.walk import Graph, Node, dtype_at, node_name
 from clipwise.kernels.tracing import is_tracing
 
-KEEP_BYTES = 512 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU
+KEEP_BYTES = 768 * 2**20  # per-example gradients kept from the norms to the weighted sum, on a CPU
 _KEEP_SHARE = 1 / 16  # of a CUDA device's memory
 _CACHED_BYTES = 8 * 2**20  # of gradients that are written out at once on a CPU
 _TRANSPOSE = (TRANSPOSE,)

@@ -34,9 +34,9 @@ def layer_norm_sums_in_torch(
     g_BTd: Tensor, x_BTd: Tensor, mean_BT: Tensor | None, rstd_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The twin of `layer_norm_sums`, equal up to the order of its sums."""
-    g_BTd, x_BTd = _wide(g_BTd), _wide(x_BTd)
-    centred_BTd = x_BTd if mean_BT is None else x_BTd - mean_BT[..., None]
-    return (g_BTd * (centred_BTd * rstd_BT[..., None])).sum(1), g_BTd.sum(1)
+    g_BTd, x_BTd, rstd_BT1 = _wide(g_BTd), _wide(x_BTd), rstd_BT[..., None]
+    x_hat_BTd = x_BTd * rstd_BT1 if mean_BT is None else (x_BTd - mean_BT[..., None]).mul_(rstd_BT1)
+    return x_hat_BTd.mul_(g_BTd).sum(1), g_BTd.sum(1)
 
 
 def group_norm_sums(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd_BG: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def group_norm_sums_in_torch(g_BCs: Tensor, x_BCs: Tensor, mean_BG: Tensor, rstd
     g_BCs, x_BCs = _wide(g_BCs), _wide(x_BCs)
     each = x_BCs.shape[1] // mean_BG.shape[1]
     mean_BC1, rstd_BC1 = (stat.repeat_interleave(each, dim=1)[..., None] for stat in (mean_BG, rstd_BG))
-    return (g_BCs * ((x_BCs - mean_BC1) * rstd_BC1)).sum(2), g_BCs.sum(2)
+    return (x_BCs - mean_BC1).mul_(rstd_BC1).mul_(g_BCs).sum(2), g_BCs.sum(2)
 
 
 def position_sums(g_BTp: Tensor) -> Tensor:

@@ -193,6 +193,27 @@ def test_inner_products_of_many_positions_come_in_blocks(T: int, monkeypatch: py
     assert (mass_B >= true_B).all()
 
 
+def test_gradients_with_the_same_left_rows_share_inner_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a recurrent layer: rows lie in the order of time, and two weights have the same left rows."""
+    monkeypatch.setattr(forms.outer, "_CACHED_BYTES", 1)  # one example at a time
+    multiplied: list[Tensor] = []
+    multiply = forms.outer.inner_products
+    monkeypatch.setattr(forms.outer, "inner_products", lambda x: multiplied.append(x) or multiply(x))
+    torch.manual_seed(0)
+    left, *rights = (torch.randn(3, 5, width).transpose(0, 1) for width in (40, 3, 9))
+    w_B, budget = torch.rand(5), Budget(0)
+    for right, beside in zip(rights, (9, 3), strict=True):
+        outer = Outer(left, right, beside=beside)
+        square_B = outer.squared_norms(budget)
+        each = torch.einsum("btm,btn->bmn", left.double(), right.double())
+        true_B = each.flatten(1).norm(dim=1)
+        assert (square_B.sqrt() >= true_B * (1 - 1e-15)).all()
+        torch.testing.assert_close(square_B.sqrt(), true_B, rtol=1e-5, atol=0)
+        expected = torch.einsum("b,bmn->mn", w_B.double(), each)
+        torch.testing.assert_close(outer.weighted_sum(w_B).double(), expected, rtol=1e-5, atol=1e-5)
+    assert [x.shape[2] for x in multiplied] == [40] * 5 + [3] * 5 + [9] * 5
+
+
 def test_written_gradients_keep_their_memory_while_they_are_used() -> None:
     torch.manual_seed(0)
     first, second = (Outer(torch.randn(4, 9, 6), torch.randn(4, 9, 5)) for _ in range(2))

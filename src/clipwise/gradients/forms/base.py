@@ -34,7 +34,7 @@ PRODUCT_ERROR = 4.0  # c in the bound n + c u M
 LOOSE = 1e-5  # the largest acceptable relative width of the bound
 NEGLIGIBLE = 1e-12  # norms below this are never clipped, so their bound may be loose
 _KERNELS_ON_CPU = kernels.usable(torch.empty(0))  # in Triton's interpreter
-_blocks = Blocks(most_bytes=640 * 2**20)  # kept gradients (examples.py), and temporary pieces
+_blocks = Blocks(most_bytes=896 * 2**20)  # kept gradients (examples.py), and temporary pieces
 
 
 class Budget:

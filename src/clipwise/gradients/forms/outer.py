@@ -13,6 +13,7 @@ from torch import Tensor
 
 from clipwise import kernels
 from clipwise.gradients.forms.base import (
+    CHUNK_BYTES,
     LOOSE,
     NEGLIGIBLE,
     PRODUCT_ERROR,
@@ -34,6 +35,7 @@ from clipwise.kernels.operators import operator
 from clipwise.kernels.tracing import is_tracing
 
 _PIECE_BYTES = 8 * 2**20
+_CACHED_BYTES = 2 * 2**20
 _LONG_ROW = 4096
 _SLACK = {dtype: PRODUCT_ERROR * roundoff(dtype) for dtype in (torch.float32, torch.float64)}  # c u
 _POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of its float64 copies
@@ -42,11 +44,11 @@ _POSITIONS, _FEATURES = 48, 2048  # of a block of inner products, and of its flo
 def gram_is_cheaper(T: int, m: int, n: int) -> bool:
     """Whether inner products of T positions cost less than writing out and reading gradients of size m by n.
 
-    The inner products are T^2 (m + n) operations in float64. A gradient has m n numbers, each worth about six of these
+    The inner products are T^2 (m + n) operations in float64. A gradient has m n numbers, each worth about nine of these
     operations in memory traffic; its own T m n products replace those of the sum. (A rough constant: it affects the
     speed, and no result.)
     """
-    return T * T * (m + n) < 6 * m * n and 2 * T * (m + n) < m * n
+    return T * T * (m + n) < 9 * m * n and 2 * T * (m + n) < m * n
 
 
 def gram_pays_on_cuda(T: int, m: int, n: int, arithmetic: Arithmetic = TF32) -> bool:
@@ -110,9 +112,18 @@ class Outer(Product):
     """gradient_i = sum_t left_it right_it^T, of shape [m, n] or any shape with as many entries."""
 
     def __init__(
-        self, left_BTm: Tensor, right_BTn: Tensor, shape: torch.Size | None = None, *, upright: bool = False
+        self,
+        left_BTm: Tensor,
+        right_BTn: Tensor,
+        shape: torch.Size | None = None,
+        *,
+        upright: bool = False,
+        beside: int = 0,
     ) -> None:
-        """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight."""
+        """`upright`: the weighted sum is returned as is, and not transposed as for a linear layer's weight.
+
+        `beside`: the right features of other gradients with the same left rows, which share their inner products.
+        """
         super().__init__()
         self.left, self.right, self.dtype = left_BTm, right_BTn, torch.float32
         if not left_BTm.dtype is right_BTn.dtype is torch.float32:
@@ -123,7 +134,7 @@ class Outer(Product):
                 self.left, self.right = left_BTm.to(self.dtype), right_BTn.to(self.dtype)
         self.batch = len(left_BTm)
         self.shape = shape or torch.Size((left_BTm.shape[-1], right_BTn.shape[-1]))
-        self._upright = upright
+        self._upright, self._beside = upright, beside
         self._arithmetic = IEEE
         self._last_scaled: Last | None = None
         self._aligned: tuple[Tensor, ...] | None = None
@@ -160,7 +171,7 @@ class Outer(Product):
         n = self.right.shape[-1]
         if kernels.supported(self.left) and self.dtype == torch.float32:
             return gram_pays_on_cuda(T, m, n, arithmetic)
-        return gram_is_cheaper(T, m, n)
+        return gram_is_cheaper(T, m, n + self._beside)
 
     def _in_float64(self, example: int) -> Tensor:
         return self.left[example].double().T @ self.right[example].double()
@@ -171,13 +182,15 @@ class Outer(Product):
             return gram_squares(*self._padded(), budget.arithmetic.name)
         if kernels.usable(self.left) and self.dtype == torch.float32:
             return gram_norms(*self._padded(), budget.arithmetic.name, budget.last_products)
-        return _gram_squares_on_cpu(self.left, self.right)
+        return _gram_squares_on_cpu(self.left, self.right, budget.last_products)
 
     def weighted_sum(self, w_B: Tensor) -> Tensor:
         if self._written is not None:
             return self._written.weighted_sum(w_B)
         left, right = self._scaled(self._without_exact(w_B))
         m, n = self.left.shape[-1], self.right.shape[-1]
+        if left.shape[1] > 1 and left.transpose(0, 1).is_contiguous():  # time first: the order of rows does not matter
+            left, right = left.transpose(0, 1), right.transpose(0, 1)
         if self._upright:
             total = _product(left.flatten(0, 1).T, right.flatten(0, 1), self.dtype)[:m, :n]
         else:  # a linear layer's weight is [outputs, inputs], and contiguous this way
@@ -261,14 +274,24 @@ def gram_squares(left_BTm: Tensor, right_BTn: Tensor, precision: Precision) -> t
     return _gram_squares_on_cpu(left_BTm, right_BTn)
 
 
-def _gram_squares_on_cpu(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, Tensor]:
+def _gram_squares_on_cpu(left_BTm: Tensor, right_BTn: Tensor, last: Last | None = None) -> tuple[Tensor, Tensor]:
     """|sum_t l_t r_t^T|^2 = sum_{t,s} <l_t, l_s> <r_t, r_s> and the mass; both are upper bounds.
 
     In float64, with inner products of length m and n and T^2 terms, the rounding error is at most
-    (m + n + T^2 + 4) u64 M^2, and is added.
+    (m + n + T^2 + 4) u64 M^2, and is added. For few positions `last` caches the inner products of the left rows, and
+    their diagonal gives the mass: its error is below that factor.
     """
     B, T, m = left_BTm.shape
     n = right_BTn.shape[-1]
+    error = (m + n + T**2 + 4) * roundoff(torch.float64)
+    if T < 2 * _POSITIONS and 8 * B * T * T <= CHUNK_BYTES:
+        left_BTT = (last or Last()).of(left_BTm, lambda: _all_products(left_BTm))
+        right_BTT = _all_products(right_BTn)
+        lost = torch.finfo(torch.float64).tiny * (m + n)  # a square below the smallest number is lost
+        lengths = ((p_BTT.diagonal(dim1=1, dim2=2) + lost).sqrt() for p_BTT in (left_BTT, right_BTT))
+        mass_B = torch.linalg.vecdot(*lengths) * (1 + error)
+        gram_B = torch.linalg.vecdot(left_BTT.flatten(1), right_BTT.flatten(1))
+        return gram_B.clamp_min(0) + error * mass_B.square(), mass_B
     mass_B = masses(left_BTm, right_BTn).sum(1)
     gram_B = torch.empty_like(mass_B)
     together = _PIECE_BYTES if left_BTm.device.type == "cpu" else None
@@ -276,7 +299,15 @@ def _gram_squares_on_cpu(left_BTm: Tensor, right_BTn: Tensor) -> tuple[Tensor, T
         left, right = inner_products(left_BTm[c]), inner_products(right_BTn[c])
         terms = [(1 + (i > j)) * torch.linalg.vecdot(left[i, j], right[i, j]) for i, j in left]
         gram_B[c] = torch.stack(terms).sum(0)
-    return gram_B.clamp_min(0) + (m + n + T**2 + 4) * roundoff(torch.float64) * mass_B.square(), mass_B
+    return gram_B.clamp_min(0) + error * mass_B.square(), mass_B
+
+
+def _all_products(x_BTm: Tensor) -> Tensor:
+    """<x_t, x_s> of the few positions of all examples in float64, [B, T, T]."""
+    B, T, m = x_BTm.shape
+    together = _CACHED_BYTES if x_BTm.device.type == "cpu" else None
+    found = [inner_products(x_BTm[c])[0, 0] for c in chunks(B, 8 * T * (min(m, _FEATURES) + T), together)]
+    return torch.cat(found).view(B, T, T)
 
 
 def inner_products(x_bTm: Tensor) -> dict[tuple[int, int], Tensor]:
