@@ -4,8 +4,6 @@ oneDNN fuses an LSTM layer and direction on the CPU, in float32. cuDNN fuses all
 cases every time step is a separate product and needs no rule here. `rnn`, `lstm` and `gru` compute the gradients. The
 outputs of cuDNN's lower layers are recomputed layer by layer.
 
-Legend: T steps, N sequences, d inputs, H hidden, P outputs of a layer and direction, G gates; B examples.
-
 The backward recursion of one layer and direction recomputes all gates from the layer inputs x_t and outputs h_t with
 one product over time. The recursion is then a few elementwise products per step, which give the gradients of the
 pre-activations:
@@ -17,7 +15,7 @@ pre-activations:
 
 Each weight's gradient is a sum over time of outer products: dz_t x_t^T, dz_t h_{t-1}^T.
 
-Legend: T steps, N rows, d inputs, H hidden, P outputs (H, or proj_size), G the gates together.
+Legend: T steps, N sequences, d inputs, H hidden, P outputs (H, or proj_size), G the gates together; B examples.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Layer:
     b_hh_G: Tensor | None
     w_hr_PH: Tensor | None = None
     valid_TN1: Tensor | None = None  # false after the end of a shorter sequence
-    in_float32: bool = False  # whether h is in float32 or better, from products in that precision
 
     @cached_property
     def before(self) -> Tensor:
@@ -128,10 +125,7 @@ def lstm(layer: Layer, dh_TNP: Tensor, dh_last: Tensor, dc_last: Tensor | None) 
     i, f, unused, o = gates_TN4H.sigmoid_().unbind(2)
     assert layer.c0_NH is not None
     c_TNH = _cells(layer.c0_NH, f, i * g)
-    if layer.in_float32 and layer.w_hr_PH is None:  # h = o tanh(c), and a quotient takes a tenth of the time of a tanh
-        tanh_c = layer.h_TNP / o.clamp_min(torch.finfo(o.dtype).tiny)
-    else:
-        tanh_c = c_TNH[1:].tanh()
+    tanh_c = c_TNH[1:].tanh()
     unprojected_TNH = None if layer.w_hr_PH is None else o * tanh_c
 
     # All terms that do not depend on the recursion, for every step at once: dz = (dc, dc, dc, dm) * slopes. Each slope
@@ -216,9 +210,7 @@ def onednn_layer(node: Node, shapes: Shapes) -> FinishAll:
     )
     biases = [at_least_float32(b) for b in (node._saved_weight2, node._saved_weight3)] if has_biases else []
     b_ih, b_hh = biases or (None, None)
-    in_float32 = node._saved_result0.dtype == torch.float32
-    x, h = _in_time(x, backwards), _in_time(h, backwards)
-    layer = Layer(x, h, h0, c0, w_ih, w_hh, b_ih, b_hh, in_float32=in_float32)
+    layer = Layer(_in_time(x, backwards), _in_time(h, backwards), h0, c0, w_ih, w_hh, b_ih, b_hh)
 
     def finish(outputs: Outputs, layouts: Layouts) -> dict[int, Form]:
         layout = _layout_of_rows(outputs, layouts, {0: 1, 1: 0, 2: 0})
@@ -397,8 +389,7 @@ def _weight_forms(layer: Layer, found: Gradients, layout: Layout) -> list[Form]:
     forms: list[Form] = [Outer(inputs, x, beside=beside[0]), Outer(hidden, before, beside=beside[1])]
     if layer.b_ih_G is not None:
         of_bias = _bias_rows(found.input_TNG, layout)
-        of_hidden = of_bias if shared else _bias_rows(found.hidden_TNG, layout)
-        forms += [Written.of(of_bias), Written.of(of_hidden)]
+        forms += [Written.of(of_bias), Written.of(of_bias if shared else _bias_rows(found.hidden_TNG, layout))]
     if found.projected_TNP is not None and found.unprojected_TNH is not None:
         forms.append(Outer(layout.rows(found.projected_TNP), layout.rows(found.unprojected_TNH)))
     return forms
