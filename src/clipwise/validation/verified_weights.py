@@ -159,16 +159,16 @@ class ReleasedGradients:
 
 def _count(grad: Tensor) -> int:
     """How many changes torch has counted: on a DTensor and on its part in this process."""
-    own = own_part(grad)
-    return grad._version if own is grad else grad._version + own._version
+    return grad._version if type(grad) is Tensor else grad._version + own_part(grad)._version
 
 
 def _is_nonzero(grad: Tensor) -> bool:
-    return bool(own_part(grad).any())
+    return bool((grad if type(grad) is Tensor else own_part(grad)).any())
 
 
 def _sample_of(grads: Mapping[str, Tensor]) -> Tensor:
-    flat = [own_part(grad).detach().reshape(-1) for grad in grads.values()]
+    own = (grad if type(grad) is Tensor else own_part(grad) for grad in grads.values())
+    flat = [grad.detach().reshape(-1) for grad in own]
     return torch.cat([g[:: max(1, len(g) // _SAMPLED)][:_SAMPLED] for g in flat]) if flat else torch.zeros(0)
 
 
