@@ -8,6 +8,7 @@ that a method that needs more fails without harm to the machine.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import resource
 import time
@@ -112,11 +113,18 @@ def _measure(sender: Connection, setting: Setting, method: str, seed: int, secon
         with steps_by(method, make_workload(setting, torch.device("cpu"), seed)) as step:
             for counts in _plan(settling_steps(method), seconds):
                 if counts:
+                    _return_freed_memory()
                     _PEAK_RESET.write_text("5")  # VmHWM becomes VmRSS
                 step()
             sender.send((_kilobytes(_STATUS, "VmHWM") - before) * 1024)
     except Exception as error:
         sender.send(reason_of(error))
+
+
+def _return_freed_memory() -> None:
+    """The C library keeps memory that the first steps freed, and it would be counted. Only glibc can return it."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _touch() -> None:
