@@ -217,6 +217,7 @@ def test_the_default_limit_costs_nothing_and_a_limit_below_the_mean_is_refused()
     assert 256 + 8 * 16 < scheme.max_batch_size < 256 + 12 * 16
     assert 0 < scheme.excess < 1e-18
     assert make_scheme("truncated-poisson", 60000, 256, max_batch_size=60000).excess == 0
+    assert make_scheme("truncated-poisson", 60, sample_rate=1e-300).largest_size == 1  # no batch is expected
     with pytest.raises(ConfigurationError, match=f"max_batch_size=255.*give {scheme.max_batch_size}"):
         make_scheme("truncated-poisson", 60000, 256, max_batch_size=255)
 

@@ -93,7 +93,7 @@ class TruncatedPoisson(Poisson):
     def make(cls, dataset_size: int, batch_size: Any, sample_rate: Any, **own: Any) -> TruncatedPoisson:
         rate = Poisson.make(dataset_size, batch_size, sample_rate).sample_rate
         limit = own.get("max_batch_size")
-        return cls(dataset_size, rate, default_limit(dataset_size, rate) if limit is None else limit)
+        return cls(dataset_size, rate, max(1, default_limit(dataset_size, rate)) if limit is None else limit)
 
     @property
     def largest_size(self) -> int:
