@@ -327,3 +327,14 @@ def test_coupling_in_frozen_layers_is_found() -> None:
     frozen, head = nn.Linear(D, 8).requires_grad_(False), nn.Linear(8, 3)
     with pytest.raises(CoupledExamplesError):
         probe(lambda x, y: cross_entropy(head(centred(frozen(x))), y), vectors)
+
+
+def test_whether_the_graph_leads_to_the_batch_does_not_depend_on_values() -> None:
+    """The statement shows it. Clamped ids are other ids in the second batch only."""
+    looking = IndependenceProbe()
+    for ids in (torch.full((B, T), 3), torch.full((B, T), 30)):
+        (marked,) = looking.mark((ids,))
+        looking.examine(TABLE(marked.clamp(max=8)).flatten(1).sum(1))
+        assert looking.reaches_batch
+    looking.mark((ids,))
+    assert looking.examine(TABLE(ids.clamp(max=8)).flatten(1).sum(1)) and not looking.reaches_batch

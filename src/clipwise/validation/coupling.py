@@ -35,7 +35,7 @@ from clipwise.gradients.walk import Node
 from clipwise.layers.batch_statistics import observations
 from clipwise.layers.clipped import unclipped
 from clipwise.sampling.generators import private_generator
-from clipwise.validation.marked import Trace, plain
+from clipwise.validation.marked import MarkedTensor, Trace, plain
 from clipwise.validation.shared_factors import SHARED, SharedFactors
 
 _PROBED_BATCHES = 2
@@ -114,7 +114,7 @@ class IndependenceProbe:
             has_woken = self._factors.examine(losses, trace.others)
             lookups = [node for node, name in zip(nodes, names, strict=True) if "Embedding" in name]
             inputs = [*trace.inputs, *_lookups(lookups, trace.others)]
-            if trace.is_recorded and {edge.node for edge in inputs}.isdisjoint(nodes):
+            if trace.is_recorded and not (_has_ids(lookups) or any(edge.node in nodes for edge in inputs)):
                 self.reaches_batch = False
             if not inputs and trace.is_recorded:
                 self._left = 0  # nothing to examine until the graph has new operations
@@ -246,6 +246,11 @@ def _behind(losses: Tensor) -> tuple[list[Node], list[str]]:
                 entered.add(child)
                 nodes.append(child)
     return nodes, names
+
+
+def _has_ids(lookups: Iterable[Node]) -> bool:
+    """Whether an embedding has ids that were computed from the batch. It reads no values: the statement shows it."""
+    return any(isinstance(getattr(node, "_saved_indices", None), MarkedTensor) for node in lookups)
 
 
 def _lookups(nodes: Iterable[Node], ids: list[Tensor]) -> list[GradientEdge]:

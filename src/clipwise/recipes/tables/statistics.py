@@ -8,7 +8,7 @@ Noise makes empty bins look occupied. With s the standard deviation of the noise
 above t s, t = sqrt(2 log B) + 1/2, which noise alone rarely reaches in any bin; beside an occupied bin 3/2 s is enough.
 If no bin is occupied, wider windows of 2, 4, 8, ... bins are searched in the same way. Noise alone passes one of these
 thresholds for about one column in twenty, which costs a feature little. The range of a target decides what is trained:
-it needs t + 2, which noise alone passes in about one run of 100,000.
+it needs t + 2, which noise alone passes in about one run of 100,000 (a union bound over all windows).
 """
 
 from __future__ import annotations
